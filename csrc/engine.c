@@ -1,0 +1,189 @@
+#include "engine.h"
+
+#include <errno.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "virtual_gguf.h"
+
+#ifndef MS_LLAMA_CPP_PYTHON
+#error "MS_LLAMA_CPP_PYTHON must name the version of llama-cpp-python compiled against"
+#endif
+
+const char *ms_built_for(void) { return MS_LLAMA_CPP_PYTHON; }
+
+const char *ms_expert_pattern(void) { return "^blk\\.[0-9]+\\.ffn_(gate|up|down|gate_up)_exps\\.weight$"; }
+
+void ms_engine_note(struct ms_engine *engine, const char *format, ...) {
+    size_t used = strlen(engine->notes);
+    if (used && used + 1 < sizeof engine->notes) engine->notes[used++] = '\n';
+    va_list args;
+    va_start(args, format);
+    vsnprintf(engine->notes + used, sizeof engine->notes - used, format, args);
+    va_end(args);
+}
+
+/* ------------------------------------------------------------ description */
+
+ms_description ms_describe(const ms_source *source) {
+    return (ms_description){
+        .architecture = source->architecture,
+        .model_name = source->model_name,
+        .n_files = source->n_files,
+        .n_blocks = source->n_blocks,
+        .n_layers = source->n_layers,
+        .n_experts_used = source->n_experts_used,
+        .dense_bytes = source->dense_bytes,
+        .expert_bytes = source->expert_bytes,
+        .disk_bytes = ms_source_disk_bytes(source),
+        .minimum_cache_bytes = ms_slots_minimum_bytes(source, NULL),
+        .maximum_cache_bytes = ms_slots_maximum_bytes(source, NULL),
+    };
+}
+
+ms_layer_description ms_describe_layer(const ms_source *source, int layer) {
+    const struct ms_layer *l = &source->layers[layer];
+    return (ms_layer_description){.block = l->block, .n_experts = l->n_experts, .n_matrices = l->n_matrices};
+}
+
+ms_matrix_description ms_describe_matrix(const ms_source *source, int layer, int matrix) {
+    const struct ms_matrix *m = &source->layers[layer].matrices[matrix];
+    return (ms_matrix_description){.tensor_name = m->name,
+                                   .type_name = ggml_type_name((enum ggml_type)m->type),
+                                   .columns = m->columns,
+                                   .rows = m->rows,
+                                   .slice_bytes = m->slice_bytes,
+                                   .file = m->file,
+                                   .offset = m->offset};
+}
+
+const char *ms_describe_file(const ms_source *source, int file, uint64_t *size_bytes) {
+    *size_bytes = source->files[file].size_bytes;
+    return source->files[file].path;
+}
+
+/* ------------------------------------------------------------ open and close */
+
+static int open_reader(struct ms_engine *engine, const ms_engine_options *options, char *err, size_t errlen) {
+    char why[MS_MESSAGE_BYTES];
+    if (strcmp(options->reader, "mmap") == 0) return 0;
+    if (options->direct != MS_DIRECT_NO) {
+        int rc = ms_source_use_direct(engine->source, why, sizeof why);
+        if (rc < 0 && options->direct == MS_DIRECT_YES) return ms_fail(rc, err, errlen, "%s; use direct=\"auto\"", why);
+        if (rc < 0) ms_engine_note(engine, "reads go through the page cache: %s", why);
+    }
+    if (strcmp(options->reader, "uring") == 0) return ms_reader_uring_open(MS_URING_DEPTH, &engine->reader, err, errlen);
+    if (strcmp(options->reader, "pread") == 0) return ms_reader_pread_open(MS_PREAD_THREADS, &engine->reader, err, errlen);
+    if (strcmp(options->reader, "auto") == 0) return ms_pick_reader(engine, err, errlen);
+    return ms_fail(-EINVAL, err, errlen, "unknown reader \"%s\"; known are auto, uring, pread and mmap", options->reader);
+}
+
+int ms_engine_open(const char *path, const ms_engine_options *options, ms_engine **out, char *err, size_t errlen) {
+    struct ms_engine *engine = calloc(1, sizeof *engine);
+    if (!engine) return ms_fail(-ENOMEM, err, errlen, "out of memory");
+    pthread_mutex_init(&engine->mutex, NULL);
+    engine->verify = options->verify;
+    int rc = ms_source_open(path, &engine->source, err, errlen);
+    if (rc < 0) goto fail;
+    struct ms_source *source = engine->source;
+    if (options->experts_used > 0) source->n_experts_used = options->experts_used;
+    engine->wanted = calloc((size_t)source->n_layers, sizeof(bool));
+    engine->tensors = calloc((size_t)source->n_layers, sizeof *engine->tensors);
+    if (!engine->wanted || !engine->tensors) {
+        rc = ms_fail(-ENOMEM, err, errlen, "out of memory for %d layers", source->n_layers);
+        goto fail;
+    }
+    for (int l = 0; l < source->n_layers; l++)
+        for (int m = 0; m < MS_MAX_MATRICES; m++) engine->tensors[l][m] = (struct ms_expert_tensor){.engine = engine, .layer = l, .matrix = m};
+    rc = open_reader(engine, options, err, errlen);
+    if (rc < 0) goto fail;
+    bool interleaved = options->kernels != MS_KERNELS_PLAIN && engine->reader;
+    if (interleaved) rc = ms_interleaving_open(source, &engine->interleaving, err, errlen);
+    if (rc < 0) goto fail;
+    ms_device_attach(engine);
+    *out = engine;
+    return 0;
+fail:
+    ms_engine_close(engine);
+    return rc;
+}
+
+void ms_engine_close(ms_engine *engine) {
+    if (!engine) return;
+    if (engine->reader) engine->reader->close(engine->reader); /* reads in flight end before their slots go */
+    if (engine->store) engine->store->close(engine->store);
+    ms_interleaving_close(engine->interleaving);
+    ms_source_close(engine->source);
+    pthread_mutex_destroy(&engine->mutex);
+    free(engine->wanted);
+    free(engine->tensors);
+    free(engine);
+}
+
+const ms_source *ms_engine_source(const ms_engine *engine) { return engine->source; }
+const char *ms_engine_reader(const ms_engine *engine) { return engine->reader ? engine->reader->name : "mmap"; }
+bool ms_engine_direct(const ms_engine *engine) { return engine->reader && engine->source->alignment > 1; }
+const char *ms_engine_notes(const ms_engine *engine) { return engine->notes; }
+void *ms_engine_buffer_type(ms_engine *engine) { return &engine->buffer_type; }
+
+/* ------------------------------------------------------------ loading and starting */
+
+uint64_t ms_engine_minimum_bytes(const ms_engine *engine) { return ms_slots_minimum_bytes(engine->source, engine->loaded ? engine->wanted : NULL); }
+uint64_t ms_engine_maximum_bytes(const ms_engine *engine) { return ms_slots_maximum_bytes(engine->source, engine->loaded ? engine->wanted : NULL); }
+
+FILE *ms_engine_load_begin(ms_engine *engine) {
+    engine->loading = true;
+    engine->load_error[0] = 0;
+    return ms_virtual_gguf_open(engine->source, engine->load_error, sizeof engine->load_error);
+}
+
+int ms_engine_load_end(ms_engine *engine, FILE *stream, char *err, size_t errlen) {
+    if (stream) fclose(stream);
+    engine->loading = false;
+    engine->loaded = true;
+    /* llama.cpp has its copy now */
+    free(engine->source->header);
+    engine->source->header = NULL;
+    engine->source->header_bytes = 0;
+    return engine->load_error[0] ? ms_fail(-EIO, err, errlen, "%s", engine->load_error) : 0;
+}
+
+int ms_engine_start(ms_engine *engine, uint64_t budget_bytes, char *err, size_t errlen) {
+    if (engine->store) return ms_fail(-EALREADY, err, errlen, "the engine is started already");
+    if (!engine->reader) return ms_mapping_open(engine->source, engine->verify, &engine->store, err, errlen);
+    struct ms_slots_options options = {.budget_bytes = budget_bytes, .verify = engine->verify, .wanted = engine->wanted};
+    return ms_slots_open(engine->source, engine->reader, engine->interleaving, options, &engine->store, err, errlen);
+}
+
+/* ------------------------------------------------------------ what happened */
+
+ms_stats ms_engine_stats(ms_engine *engine) {
+    ms_stats stats = {0};
+    if (engine->store) {
+        struct ms_store_counters c = engine->store->counters(engine->store);
+        stats = (ms_stats){
+            .hits = c.hits, .misses = c.misses, .bytes_read = c.bytes_read, .read_ns = c.read_ns, .wait_ns = c.wait_ns, .convert_ns = c.convert_ns,
+            .slots_used = c.slots_used, .slots_total = c.slots_total, .slot_bytes = c.slot_bytes, .cache_bytes = c.capacity_bytes,
+            .expert_resident_bytes = c.resident_bytes,
+        };
+    }
+    for (int l = 0; l < engine->source->n_layers; l++)
+        for (int m = 0; m < engine->source->layers[l].n_matrices; m++)
+            if (ms_interleaving_prototype(engine->interleaving, &engine->source->layers[l].matrices[m])) stats.matrices_interleaved++;
+            else stats.matrices_plain++;
+    pthread_mutex_lock(&engine->mutex);
+    stats.tokens = engine->tokens;
+    stats.compute_ns = engine->compute_ns;
+    pthread_mutex_unlock(&engine->mutex);
+    return stats;
+}
+
+int ms_engine_take_error(ms_engine *engine, char *err, size_t errlen) {
+    pthread_mutex_lock(&engine->mutex);
+    int code = engine->error_code;
+    if (code) ms_fail(code, err, errlen, "%s", engine->error);
+    engine->error_code = 0;
+    pthread_mutex_unlock(&engine->mutex);
+    return code;
+}

@@ -1,0 +1,50 @@
+/* engine.h - one model's streaming, inside: what device and reader choice share. */
+#ifndef MS_ENGINE_H
+#define MS_ENGINE_H
+
+#include <pthread.h>
+
+#include "experts.h"
+#include "ggml_plugin_abi.h"
+#include "kernels.h"
+#include "message.h"
+#include "moestream.h"
+#include "reader.h"
+#include "source.h"
+#include "store.h"
+
+struct ms_engine {
+    struct ms_source *source;
+    struct ms_interleaving *interleaving; /* NULL: plain rows */
+    struct ms_reader *reader;             /* NULL: the mmap store */
+    struct ms_store *store;               /* NULL until started */
+    bool verify;
+    char notes[2 * MS_MESSAGE_BYTES];
+    /* llama.cpp merges buffer types of one name, so each engine's is its own */
+    char buffer_type_name[32];
+    struct ggml_backend_buffer_type buffer_type;
+    struct ms_expert_tensor (*tensors)[MS_MAX_MATRICES]; /* per layer */
+    bool *wanted;  /* per layer: the loaded model has a tensor of it */
+    bool loading;  /* buffers made now are for experts: address space, no memory */
+    bool loaded;
+    char load_error[MS_MESSAGE_BYTES];
+    /* what computation leaves, under the mutex */
+    pthread_mutex_t mutex;
+    int64_t compute_ns;
+    uint64_t tokens;
+    int error_code;
+    char error[MS_MESSAGE_BYTES];
+};
+
+void ms_engine_note(struct ms_engine *engine, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
+/* device.c: registers the device on the first call of the process and fills in the engine's buffer type. */
+void ms_device_attach(struct ms_engine *engine);
+
+/* pick_reader.c: the faster reader on this file by a short measurement; says which and why in a note. */
+int ms_pick_reader(struct ms_engine *engine, char *err, size_t errlen);
+
+#define MS_URING_DEPTH 64
+#define MS_PREAD_THREADS 8
+
+#endif

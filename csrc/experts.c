@@ -1,0 +1,379 @@
+#include "experts.h"
+
+#include <stdbool.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "clock.h"
+#include "ggml-cpu.h"
+#include "message.h"
+
+/* ggml's MUL_MAT_ID keeps a table of (indices in the view) x (rows): larger
+ * than this and it is worked in rounds. */
+#define WORK_TABLE_BYTES ((size_t)32 << 20)
+#define ROW_ENTRY_BYTES ((size_t)8)
+#define LENT_NODES 8
+
+struct ms_experts {
+    ggml_backend_t cpu;
+    ms_expert_lookup lookup;
+    /* scratch, grown as needed */
+    int32_t *wanted, *indices, *index_of;
+    int expert_capacity;
+    int32_t *ids;
+    size_t ids_capacity;
+    float *rows;
+    size_t rows_bytes;
+    uint8_t *graph_memory;
+    size_t graph_memory_bytes;
+};
+
+/* ------------------------------------------------------------ life */
+
+struct ms_experts *ms_experts_new(ms_expert_lookup lookup) {
+    struct ms_experts *experts = calloc(1, sizeof *experts);
+    if (!experts) return NULL;
+    experts->lookup = lookup;
+    experts->cpu = ggml_backend_cpu_init();
+    experts->graph_memory_bytes = ggml_tensor_overhead() * 8 + ggml_graph_overhead_custom(16, false);
+    experts->graph_memory = malloc(experts->graph_memory_bytes);
+    if (experts->cpu && experts->graph_memory) return experts;
+    ms_experts_free(experts);
+    return NULL;
+}
+
+void ms_experts_free(struct ms_experts *experts) {
+    if (!experts) return;
+    if (experts->cpu) ggml_backend_free(experts->cpu);
+    free(experts->wanted);
+    free(experts->indices);
+    free(experts->index_of);
+    free(experts->ids);
+    free(experts->rows);
+    free(experts->graph_memory);
+    free(experts);
+}
+
+void ms_experts_set_threads(struct ms_experts *experts, int n_threads) { ggml_backend_cpu_set_n_threads(experts->cpu, n_threads); }
+
+void ms_experts_set_abort(struct ms_experts *experts, ggml_abort_callback callback, void *data) {
+    ggml_backend_cpu_set_abort_callback(experts->cpu, callback, data);
+}
+
+static bool grow(void *buffer, size_t *capacity, size_t count, size_t each) {
+    void **p = buffer;
+    if (count <= *capacity) return true;
+    void *larger = realloc(*p, count * each);
+    if (!larger) return false;
+    *p = larger;
+    *capacity = count;
+    return true;
+}
+
+static bool grow_for_layer(struct ms_experts *experts, int n_experts) {
+    if (n_experts <= experts->expert_capacity) return true;
+    size_t bytes = sizeof(int32_t) * (size_t)n_experts;
+    int32_t *wanted = realloc(experts->wanted, bytes);
+    if (wanted) experts->wanted = wanted;
+    int32_t *indices = realloc(experts->indices, bytes);
+    if (indices) experts->indices = indices;
+    int32_t *index_of = realloc(experts->index_of, bytes);
+    if (index_of) experts->index_of = index_of;
+    if (!wanted || !indices || !index_of) return false;
+    experts->expert_capacity = n_experts;
+    return true;
+}
+
+/* ------------------------------------------------------------ which experts */
+
+static int32_t id_at(const struct ggml_tensor *ids, int64_t k, int64_t t) {
+    return *(const int32_t *)((const char *)ids->data + t * (int64_t)ids->nb[1] + k * (int64_t)ids->nb[0]);
+}
+
+/* Lists the distinct experts of `ids` in experts->wanted. -1: one is out of range. */
+static int distinct_experts(struct ms_experts *experts, const struct ggml_tensor *ids, int n_experts) {
+    int n = 0;
+    for (int e = 0; e < n_experts; e++) experts->index_of[e] = -1;
+    for (int64_t t = 0; t < ids->ne[1]; t++)
+        for (int64_t k = 0; k < ids->ne[0]; k++) {
+            int32_t e = id_at(ids, k, t);
+            if (e < 0 || e >= n_experts) return -1;
+            if (experts->index_of[e] >= 0) continue;
+            experts->index_of[e] = n;
+            experts->wanted[n++] = e;
+        }
+    return n;
+}
+
+/* ------------------------------------------------------------ lending */
+
+/* The part of a view that spans the given indices: the shorter, the less ggml
+ * has to look through. */
+struct span {
+    int32_t low, n;
+};
+
+static struct span span_of(const int32_t *indices, int n) {
+    int32_t low = indices[0], high = indices[0];
+    for (int i = 1; i < n; i++) {
+        if (indices[i] < low) low = indices[i];
+        if (indices[i] > high) high = indices[i];
+    }
+    return (struct span){low, high - low + 1};
+}
+
+static struct ggml_tensor view_as_weight(const struct ggml_tensor *weight, struct ms_view view, struct span span) {
+    struct ggml_tensor lent = *weight;
+    lent.data = view.data + (size_t)span.low * view.stride_bytes;
+    lent.ne[2] = span.n;
+    lent.nb[2] = view.stride_bytes;
+    lent.nb[3] = view.stride_bytes * (size_t)span.n;
+    lent.buffer = view.prototype ? view.prototype->buffer : NULL;
+    lent.extra = view.prototype ? view.prototype->extra : NULL;
+    return lent;
+}
+
+static struct ggml_tensor plain_tensor(enum ggml_type type, void *data, int64_t ne0, int64_t ne1, int64_t ne2) {
+    struct ggml_tensor t = {.type = type, .op = GGML_OP_NONE, .ne = {ne0, ne1, ne2, 1}, .data = data};
+    t.nb[0] = ggml_type_size(type);
+    t.nb[1] = t.nb[0] * (size_t)ne0;
+    t.nb[2] = t.nb[1] * (size_t)ne1;
+    t.nb[3] = t.nb[2] * (size_t)ne2;
+    return t;
+}
+
+/* Computes nodes [begin, end) as one graph on the private backend. */
+static enum ggml_status compute_nodes(struct ms_experts *experts, struct ggml_cgraph *graph, int begin, int end, int64_t *compute_ns) {
+    int64_t start = ms_now_ns();
+    enum ggml_status status;
+    if (begin == 0 && end == ggml_graph_n_nodes(graph)) {
+        status = ggml_backend_graph_compute(experts->cpu, graph);
+    } else {
+        size_t n = (size_t)(end - begin);
+        struct ggml_context *context = ggml_init((struct ggml_init_params){.mem_size = ggml_tensor_overhead() + ggml_graph_overhead_custom(n, false), .no_alloc = true});
+        if (!context) return GGML_STATUS_ALLOC_FAILED;
+        struct ggml_cgraph *part = ggml_new_graph_custom(context, n, false);
+        for (int i = begin; i < end; i++) ggml_graph_add_node(part, ggml_graph_node(graph, i));
+        status = ggml_backend_graph_compute(experts->cpu, part);
+        ggml_free(context);
+    }
+    *compute_ns += ms_now_ns() - start;
+    return status;
+}
+
+struct loan {
+    struct ggml_tensor *node, *weight, *ids;
+    struct ggml_tensor lent;
+};
+
+/* Computes nodes [begin, end) with every product on `layer` lent its view. */
+static enum ggml_status compute_lent(struct ms_experts *experts, struct ms_store *store, struct ggml_cgraph *graph, int begin, int end, int layer,
+                                     struct span span, struct ggml_tensor *ids, int64_t *compute_ns) {
+    struct loan loans[LENT_NODES];
+    int n = 0;
+    for (int i = begin; i < end; i++) {
+        struct ggml_tensor *node = ggml_graph_node(graph, i);
+        const struct ms_expert_tensor *tensor = node->op == GGML_OP_MUL_MAT_ID ? experts->lookup(node->src[0]) : NULL;
+        if (!tensor) continue;
+        struct loan *loan = &loans[n++];
+        loan->node = node;
+        loan->weight = node->src[0];
+        loan->ids = node->src[2];
+        loan->lent = view_as_weight(loan->weight, store->view(store, layer, tensor->matrix), span);
+        node->src[0] = &loan->lent;
+        node->src[2] = ids;
+    }
+    enum ggml_status status = compute_nodes(experts, graph, begin, end, compute_ns);
+    while (n--) {
+        loans[n].node->src[0] = loans[n].weight;
+        loans[n].node->src[2] = loans[n].ids;
+    }
+    return status;
+}
+
+/* ------------------------------------------------------------ all at once */
+
+static enum ggml_status compute_at_once(struct ms_experts *experts, struct ms_store *store, struct ggml_cgraph *graph, int begin, int end, int layer,
+                                        const struct ggml_tensor *ids, struct span span, int64_t *compute_ns, char *err, size_t errlen) {
+    size_t n = (size_t)(ids->ne[0] * ids->ne[1]);
+    if (!grow(&experts->ids, &experts->ids_capacity, n, sizeof(int32_t))) {
+        ms_fail(0, err, errlen, "out of memory for %zu expert indices", n);
+        return GGML_STATUS_ALLOC_FAILED;
+    }
+    for (int64_t t = 0; t < ids->ne[1]; t++)
+        for (int64_t k = 0; k < ids->ne[0]; k++)
+            experts->ids[t * ids->ne[0] + k] = experts->indices[experts->index_of[id_at(ids, k, t)]] - span.low;
+    struct ggml_tensor lent_ids = plain_tensor(GGML_TYPE_I32, experts->ids, ids->ne[0], ids->ne[1], 1);
+    return compute_lent(experts, store, graph, begin, end, layer, span, &lent_ids, compute_ns);
+}
+
+/* ------------------------------------------------------------ in rounds */
+
+/* One product for the experts in wanted[first, first+n): acquire, gather their
+ * rows, multiply, scatter. */
+static enum ggml_status compute_round(struct ms_experts *experts, struct ms_store *store, struct ggml_tensor *node, const struct ms_expert_tensor *tensor,
+                                      int first, int n, int64_t *compute_ns, char *err, size_t errlen) {
+    const struct ggml_tensor *x = node->src[1], *ids = node->src[2];
+    int32_t *indices = experts->indices + first;
+    if (store->acquire(store, tensor->layer, experts->wanted + first, n, indices, err, errlen) < 0) return GGML_STATUS_FAILED;
+    struct span span = span_of(indices, n);
+    enum ggml_status status = GGML_STATUS_ALLOC_FAILED;
+    size_t n_rows = 0;
+    for (int64_t t = 0; t < ids->ne[1]; t++)
+        for (int64_t k = 0; k < ids->ne[0]; k++) {
+            int32_t i = experts->index_of[id_at(ids, k, t)];
+            n_rows += i >= first && i < first + n;
+        }
+    size_t columns = (size_t)x->ne[0], outputs = (size_t)node->ne[0];
+    if (!grow(&experts->ids, &experts->ids_capacity, n_rows, sizeof(int32_t)) ||
+        !grow(&experts->rows, &experts->rows_bytes, n_rows * (columns + outputs) * sizeof(float), 1)) {
+        ms_fail(0, err, errlen, "out of memory for %zu rows of %zu floats", n_rows, columns + outputs);
+        goto end;
+    }
+    float *gathered = experts->rows, *products = experts->rows + n_rows * columns;
+    size_t row = 0;
+    for (int64_t t = 0; t < ids->ne[1]; t++)
+        for (int64_t k = 0; k < ids->ne[0]; k++) {
+            int32_t i = experts->index_of[id_at(ids, k, t)];
+            if (i < first || i >= first + n) continue;
+            const char *source = (const char *)x->data + (k % x->ne[1]) * (int64_t)x->nb[1] + t * (int64_t)x->nb[2];
+            memcpy(gathered + row * columns, source, columns * sizeof(float));
+            experts->ids[row++] = experts->indices[i] - span.low;
+        }
+    struct ggml_tensor weight = view_as_weight(node->src[0], store->view(store, tensor->layer, tensor->matrix), span);
+    struct ggml_tensor input = plain_tensor(GGML_TYPE_F32, gathered, (int64_t)columns, 1, (int64_t)n_rows);
+    struct ggml_tensor row_ids = plain_tensor(GGML_TYPE_I32, experts->ids, 1, (int64_t)n_rows, 1);
+    struct ggml_tensor product = *node;
+    for (int i = 0; i < 4; i++) {
+        struct ggml_tensor shape = plain_tensor(GGML_TYPE_F32, products, (int64_t)outputs, 1, (int64_t)n_rows);
+        product.ne[i] = shape.ne[i];
+        product.nb[i] = shape.nb[i];
+    }
+    product.data = products;
+    product.src[0] = &weight;
+    product.src[1] = &input;
+    product.src[2] = &row_ids;
+    struct ggml_context *context = ggml_init((struct ggml_init_params){.mem_size = experts->graph_memory_bytes, .mem_buffer = experts->graph_memory, .no_alloc = true});
+    struct ggml_cgraph *graph = ggml_new_graph_custom(context, 1, false);
+    ggml_graph_add_node(graph, &product);
+    status = compute_nodes(experts, graph, 0, 1, compute_ns);
+    ggml_free(context);
+    row = 0;
+    for (int64_t t = 0; t < ids->ne[1]; t++)
+        for (int64_t k = 0; k < ids->ne[0]; k++) {
+            int32_t i = experts->index_of[id_at(ids, k, t)];
+            if (i < first || i >= first + n) continue;
+            memcpy((char *)node->data + k * (int64_t)node->nb[1] + t * (int64_t)node->nb[2], products + row++ * outputs, outputs * sizeof(float));
+        }
+end:
+    store->release(store, tensor->layer, indices, n);
+    return status;
+}
+
+static int32_t rows_of(const struct ms_experts *experts, const struct ggml_tensor *ids, int i) {
+    int32_t rows = 0;
+    for (int64_t t = 0; t < ids->ne[1]; t++)
+        for (int64_t k = 0; k < ids->ne[0]; k++) rows += experts->index_of[id_at(ids, k, t)] == i;
+    return rows;
+}
+
+/* Works one product in rounds of as many experts as the store holds and the
+ * work table allows. */
+static enum ggml_status compute_in_rounds(struct ms_experts *experts, struct ms_store *store, struct ggml_tensor *node, const struct ms_expert_tensor *tensor,
+                                          int n_wanted, int64_t *compute_ns, char *err, size_t errlen) {
+    int capacity = store->capacity(store, tensor->layer);
+    size_t table_rows = WORK_TABLE_BYTES / ROW_ENTRY_BYTES / (size_t)store->view(store, tensor->layer, tensor->matrix).n;
+    for (int first = 0; first < n_wanted;) {
+        int n = 0;
+        size_t rows = 0;
+        while (first + n < n_wanted && n < capacity) {
+            rows += (size_t)rows_of(experts, node->src[2], first + n);
+            if (n && rows > table_rows) break;
+            n++;
+        }
+        enum ggml_status status = compute_round(experts, store, node, tensor, first, n, compute_ns, err, errlen);
+        if (status != GGML_STATUS_SUCCESS) return status;
+        first += n;
+    }
+    return GGML_STATUS_SUCCESS;
+}
+
+/* ------------------------------------------------------------ a layer's run of nodes */
+
+/* The nodes from begin on that belong to one layer and one choice of experts. */
+static int run_end(const struct ms_experts *experts, struct ggml_cgraph *graph, int begin, const struct ms_expert_tensor *first) {
+    const struct ggml_tensor *ids = ggml_graph_node(graph, begin)->src[2];
+    int end = begin, n_products = 0;
+    for (; end < ggml_graph_n_nodes(graph); end++) {
+        struct ggml_tensor *node = ggml_graph_node(graph, end);
+        const struct ms_expert_tensor *tensor = node->op == GGML_OP_MUL_MAT_ID ? experts->lookup(node->src[0]) : NULL;
+        if (!tensor) continue;
+        if (tensor->layer != first->layer || node->src[2] != ids || n_products == LENT_NODES) break;
+        n_products++;
+    }
+    return end;
+}
+
+static bool uses_matrix(const struct ms_experts *experts, struct ggml_cgraph *graph, int begin, int end, int matrix) {
+    for (int i = begin; i < end; i++) {
+        struct ggml_tensor *node = ggml_graph_node(graph, i);
+        const struct ms_expert_tensor *tensor = node->op == GGML_OP_MUL_MAT_ID ? experts->lookup(node->src[0]) : NULL;
+        if (tensor && tensor->matrix == matrix) return true;
+    }
+    return false;
+}
+
+static enum ggml_status compute_run(struct ms_experts *experts, struct ms_store *store, const struct ms_source *source, struct ggml_cgraph *graph,
+                                    int begin, int end, const struct ms_expert_tensor *tensor, int64_t *compute_ns, char *err, size_t errlen) {
+    const struct ms_layer *layer = &source->layers[tensor->layer];
+    const struct ggml_tensor *ids = ggml_graph_node(graph, begin)->src[2];
+    if (!grow_for_layer(experts, layer->n_experts)) {
+        ms_fail(0, err, errlen, "out of memory for %d experts", layer->n_experts);
+        return GGML_STATUS_ALLOC_FAILED;
+    }
+    int n = distinct_experts(experts, ids, layer->n_experts);
+    if (n < 0) {
+        ms_fail(0, err, errlen, "block %d: the router chose an expert that does not exist (of %d); the model's metadata and tensors disagree", layer->block, layer->n_experts);
+        return GGML_STATUS_FAILED;
+    }
+    if (n == 0) return compute_nodes(experts, graph, begin, end, compute_ns);
+    if (n <= store->capacity(store, tensor->layer)) {
+        if (store->acquire(store, tensor->layer, experts->wanted, n, experts->indices, err, errlen) < 0) return GGML_STATUS_FAILED;
+        struct span span = span_of(experts->indices, n);
+        enum ggml_status status = GGML_STATUS_SUCCESS;
+        bool fits = (size_t)span.n * (size_t)(ids->ne[0] * ids->ne[1]) * ROW_ENTRY_BYTES <= WORK_TABLE_BYTES || span.n <= layer->n_experts;
+        if (fits) status = compute_at_once(experts, store, graph, begin, end, tensor->layer, ids, span, compute_ns, err, errlen);
+        store->release(store, tensor->layer, experts->indices, n);
+        if (fits) return status;
+    }
+    for (int i = begin; i < end; i++) {
+        struct ggml_tensor *node = ggml_graph_node(graph, i);
+        const struct ms_expert_tensor *product = node->op == GGML_OP_MUL_MAT_ID ? experts->lookup(node->src[0]) : NULL;
+        enum ggml_status status = product ? compute_in_rounds(experts, store, node, product, n, compute_ns, err, errlen)
+                                          : compute_nodes(experts, graph, i, i + 1, compute_ns);
+        if (status != GGML_STATUS_SUCCESS) return status;
+    }
+    return GGML_STATUS_SUCCESS;
+}
+
+enum ggml_status ms_experts_compute(struct ms_experts *experts, struct ms_store *store, const struct ms_source *source,
+                                    struct ggml_cgraph *graph, int first_layer, int64_t *compute_ns, uint64_t *tokens, char *err, size_t errlen) {
+    int n_nodes = ggml_graph_n_nodes(graph);
+    for (int begin = 0; begin < n_nodes;) {
+        struct ggml_tensor *node = ggml_graph_node(graph, begin);
+        const struct ms_expert_tensor *tensor = node->op == GGML_OP_MUL_MAT_ID ? experts->lookup(node->src[0]) : NULL;
+        int end = begin + 1;
+        enum ggml_status status;
+        if (tensor) {
+            end = run_end(experts, graph, begin, tensor);
+            if (tensor->layer == first_layer && uses_matrix(experts, graph, begin, end, 0)) *tokens += (uint64_t)node->src[2]->ne[1];
+            status = compute_run(experts, store, source, graph, begin, end, tensor, compute_ns, err, errlen);
+        } else {
+            while (end < n_nodes && !(ggml_graph_node(graph, end)->op == GGML_OP_MUL_MAT_ID && experts->lookup(ggml_graph_node(graph, end)->src[0]))) end++;
+            status = compute_nodes(experts, graph, begin, end, compute_ns);
+        }
+        if (status != GGML_STATUS_SUCCESS) return status;
+        begin = end;
+    }
+    return GGML_STATUS_SUCCESS;
+}

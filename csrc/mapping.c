@@ -1,0 +1,182 @@
+/* mapping.c - experts computed in place from mapped files.
+ *
+ * The mapping is never populated as a whole. What a layer needs is asked for
+ * with MADV_WILLNEED (all of it at once, so that the disk sees the depth) and
+ * then waited for with MADV_POPULATE_READ, which reports a failing disk as an
+ * error where a page fault would be a signal. What stays is the kernel's
+ * choice: the page cache is the cache, shared by all processes on the file.
+ */
+#include <errno.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "clock.h"
+#include "message.h"
+#include "store.h"
+
+#ifndef MADV_POPULATE_READ
+#define MADV_POPULATE_READ 22
+#endif
+
+struct mapping {
+    struct ms_store base;
+    struct ms_source *source;
+    bool verify;
+    size_t page;
+    uint8_t **files;
+    pthread_mutex_t mutex;
+    struct ms_store_counters counters; /* under the mutex */
+};
+
+struct range {
+    uint8_t *begin;
+    size_t bytes;
+};
+
+static struct range pages_of(const struct mapping *mapping, const struct ms_matrix *matrix, int expert) {
+    uint8_t *begin = mapping->files[matrix->file] + matrix->offset + (uint64_t)expert * matrix->slice_bytes;
+    uint8_t *aligned = (uint8_t *)((uintptr_t)begin / mapping->page * mapping->page);
+    return (struct range){aligned, (size_t)(begin - aligned) + matrix->slice_bytes};
+}
+
+static size_t absent_bytes(const struct mapping *mapping, struct range range, unsigned char *resident) {
+    size_t pages = (range.bytes + mapping->page - 1) / mapping->page, absent = 0;
+    if (mincore(range.begin, range.bytes, (void *)resident) < 0) return 0;
+    for (size_t i = 0; i < pages; i++) absent += !(resident[i] & 1);
+    return absent * mapping->page;
+}
+
+static int mapping_capacity(struct ms_store *store, int layer) { return ((struct mapping *)store)->source->layers[layer].n_experts; }
+
+/* The error of a range that would not come: the end of the file, or the disk. */
+static int describe_absence(const struct mapping *mapping, const struct ms_matrix *matrix, int expert, int code, char *err, size_t errlen) {
+    const struct ms_file *file = &mapping->source->files[matrix->file];
+    uint64_t offset = matrix->offset + (uint64_t)expert * matrix->slice_bytes;
+    struct stat st;
+    if (fstat(file->fd, &st) == 0 && (uint64_t)st.st_size < offset + matrix->slice_bytes)
+        return ms_fail(-ENODATA, err, errlen, "%s: expert %d of %s at offset %llu (%zu bytes) is gone: the file was truncated while it was in use; restore it and call again",
+                       file->path, expert, matrix->name, (unsigned long long)offset, matrix->slice_bytes);
+    return ms_fail(-code, err, errlen, "%s: reading expert %d of %s at offset %llu (%zu bytes): %s", file->path, expert, matrix->name,
+                   (unsigned long long)offset, matrix->slice_bytes, strerror(code == EFAULT ? EIO : code));
+}
+
+static int populate(const struct mapping *mapping, const struct ms_matrix *matrix, int expert, char *err, size_t errlen) {
+    const struct ms_file *file = &mapping->source->files[matrix->file];
+    uint64_t end = matrix->offset + ((uint64_t)expert + 1) * matrix->slice_bytes;
+    struct range range = pages_of(mapping, matrix, expert);
+    struct stat st;
+    if (fstat(file->fd, &st) == 0 && (uint64_t)st.st_size < end) return describe_absence(mapping, matrix, expert, ENODATA, err, errlen);
+    while (madvise(range.begin, range.bytes, MADV_POPULATE_READ) < 0) {
+        if (errno == EINTR || errno == EAGAIN) continue;
+        if (errno != EINVAL && errno != ENOSYS) return describe_absence(mapping, matrix, expert, errno, err, errlen);
+        for (size_t at = 0; at < range.bytes; at += mapping->page) (void)*(volatile uint8_t *)(range.begin + at); /* before Linux 5.14 */
+        break;
+    }
+    return 0;
+}
+
+static int mapping_acquire(struct ms_store *store, int layer, const int32_t *experts, int n, int32_t *indices, char *err, size_t errlen) {
+    struct mapping *mapping = (struct mapping *)store;
+    const struct ms_layer *l = &mapping->source->layers[layer];
+    size_t largest = 0;
+    for (int m = 0; m < l->n_matrices; m++)
+        if (l->matrices[m].slice_bytes > largest) largest = l->matrices[m].slice_bytes;
+    unsigned char *resident = malloc(largest / mapping->page + 2);
+    if (!resident) return ms_fail(-ENOMEM, err, errlen, "out of memory");
+    int64_t begin = ms_now_ns();
+    uint64_t hits = 0, bytes = 0;
+    for (int i = 0; i < n; i++) {
+        size_t absent = 0;
+        indices[i] = experts[i];
+        for (int m = 0; m < l->n_matrices; m++) {
+            struct range range = pages_of(mapping, &l->matrices[m], experts[i]);
+            size_t missing = absent_bytes(mapping, range, resident);
+            if (missing) madvise(range.begin, range.bytes, MADV_WILLNEED);
+            absent += missing;
+        }
+        hits += absent == 0;
+        bytes += absent;
+    }
+    free(resident);
+    int rc = 0;
+    for (int m = 0; m < l->n_matrices && rc == 0; m++) {
+        if (bytes && (m == 0 || l->matrices[m].file != l->matrices[m - 1].file)) rc = ms_source_check(mapping->source, l->matrices[m].file, err, errlen);
+        for (int i = 0; i < n && rc == 0; i++) {
+            rc = populate(mapping, &l->matrices[m], experts[i], err, errlen);
+            if (rc == 0 && mapping->verify)
+                rc = ms_check_weights(mapping->source, &l->matrices[m], experts[i],
+                                      mapping->files[l->matrices[m].file] + l->matrices[m].offset + (uint64_t)experts[i] * l->matrices[m].slice_bytes, err, errlen);
+        }
+    }
+    int64_t spent = ms_now_ns() - begin;
+    pthread_mutex_lock(&mapping->mutex);
+    mapping->counters.hits += hits;
+    mapping->counters.misses += (uint64_t)n - hits;
+    mapping->counters.bytes_read += bytes;
+    if (bytes) mapping->counters.read_ns += spent;
+    mapping->counters.wait_ns += spent;
+    pthread_mutex_unlock(&mapping->mutex);
+    return rc;
+}
+
+static void mapping_release(struct ms_store *store, int layer, const int32_t *indices, int n) {
+    (void)store;
+    (void)layer;
+    (void)indices;
+    (void)n;
+}
+
+static struct ms_view mapping_view(struct ms_store *store, int layer, int matrix) {
+    struct mapping *mapping = (struct mapping *)store;
+    const struct ms_matrix *m = &mapping->source->layers[layer].matrices[matrix];
+    return (struct ms_view){.data = mapping->files[m->file] + m->offset, .stride_bytes = m->slice_bytes, .n = mapping->source->layers[layer].n_experts};
+}
+
+static struct ms_store_counters mapping_counters(struct ms_store *store) {
+    struct mapping *mapping = (struct mapping *)store;
+    pthread_mutex_lock(&mapping->mutex);
+    struct ms_store_counters counters = mapping->counters;
+    pthread_mutex_unlock(&mapping->mutex);
+    return counters;
+}
+
+static void mapping_close(struct ms_store *store) {
+    struct mapping *mapping = (struct mapping *)store;
+    for (int i = 0; mapping->files && i < mapping->source->n_files; i++)
+        if (mapping->files[i]) munmap(mapping->files[i], mapping->source->files[i].size_bytes);
+    pthread_mutex_destroy(&mapping->mutex);
+    free(mapping->files);
+    free(mapping);
+}
+
+int ms_mapping_open(struct ms_source *source, bool verify, struct ms_store **out, char *err, size_t errlen) {
+    struct mapping *mapping = calloc(1, sizeof *mapping);
+    if (!mapping) return ms_fail(-ENOMEM, err, errlen, "out of memory");
+    mapping->base = (struct ms_store){.capacity = mapping_capacity, .acquire = mapping_acquire, .release = mapping_release,
+                                      .view = mapping_view, .counters = mapping_counters, .close = mapping_close};
+    mapping->source = source;
+    mapping->verify = verify;
+    mapping->page = (size_t)sysconf(_SC_PAGESIZE);
+    pthread_mutex_init(&mapping->mutex, NULL);
+    mapping->files = calloc((size_t)source->n_files, sizeof(uint8_t *));
+    int rc = mapping->files ? 0 : ms_fail(-ENOMEM, err, errlen, "out of memory");
+    for (int i = 0; i < source->n_files && rc == 0; i++) {
+        void *memory = mmap(NULL, source->files[i].size_bytes, PROT_READ, MAP_SHARED, source->files[i].fd, 0);
+        if (memory == MAP_FAILED) {
+            rc = ms_fail(-errno, err, errlen, "%s: cannot be mapped: %s; use reader=\"pread\"", source->files[i].path, strerror(errno));
+        } else {
+            mapping->files[i] = memory;
+            madvise(memory, source->files[i].size_bytes, MADV_RANDOM); /* a fault must not read the neighbours too */
+        }
+    }
+    if (rc < 0) {
+        mapping_close(&mapping->base);
+        return rc;
+    }
+    *out = &mapping->base;
+    return 0;
+}

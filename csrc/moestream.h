@@ -1,0 +1,148 @@
+/* moestream.h - the C interface of moestream, as the Python package uses it.
+ *
+ * An engine streams the experts of one model. The order of calls is
+ *
+ *     ms_abi_check            once per process, before anything else
+ *     ms_engine_open          parses the files, checks them, picks a reader
+ *     ms_engine_load_begin    -> FILE *, for llama_model_load_from_file_ptr
+ *                                with load_mode NONE and tensor_buft_overrides
+ *                                { MS_EXPERT_PATTERN -> ms_engine_buffer_type }
+ *     ms_engine_load_end
+ *     ms_engine_start         gives the experts their memory
+ *     llama_decode ...        computes; on failure ms_engine_take_error says why
+ *     ms_engine_close         after the model and its contexts are freed
+ *
+ * Ownership: what open returns is closed by its close; strings belong to the
+ * engine and live as long. Threads: an engine may be used by several contexts
+ * at once; open, load, start and close belong to one thread. Returns: 0, or
+ * -errno with a sentence in err (always terminated, may be NULL).
+ * Sizes are in bytes, times in nanoseconds. Every count is since ms_engine_start.
+ *
+ * The Python side reads this file as its cffi declarations: no macros, and no
+ * includes that it would miss.
+ */
+#ifndef MOESTREAM_H
+#define MOESTREAM_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+
+typedef struct ms_source ms_source;
+typedef struct ms_engine ms_engine;
+
+/* ---------------------------------------------------------------- plug-in */
+
+/* The llama-cpp-python version whose headers this library was compiled with. */
+const char *ms_built_for(void);
+
+/* Compares our copy of ggml's plug-in structs with the running library.
+ * -EPROTO: they differ. */
+int ms_abi_check(char *err, size_t errlen);
+
+/* Regular expression of the tensors that are streamed. */
+const char *ms_expert_pattern(void);
+
+/* ---------------------------------------------------------------- what a model holds */
+
+typedef struct ms_description {
+    const char *architecture;
+    const char *model_name; /* empty if the file has none */
+    int n_files;
+    int n_blocks;  /* transformer layers */
+    int n_layers;  /* of these, layers with experts */
+    int n_experts_used;
+    uint64_t dense_bytes;
+    uint64_t expert_bytes;
+    uint64_t disk_bytes;
+    uint64_t minimum_cache_bytes; /* one token's experts, in slots as reads are made now */
+    uint64_t maximum_cache_bytes; /* every expert */
+} ms_description;
+
+typedef struct ms_layer_description {
+    int block;
+    int n_experts;
+    int n_matrices;
+} ms_layer_description;
+
+typedef struct ms_matrix_description {
+    const char *tensor_name;
+    const char *type_name;
+    int64_t columns;
+    int64_t rows; /* of one expert */
+    uint64_t slice_bytes;
+    int file;
+    uint64_t offset; /* of expert 0 */
+} ms_matrix_description;
+
+/* Opens and checks a model without loading it; see source.h for the errors. */
+int ms_source_open(const char *path, ms_source **out, char *err, size_t errlen);
+void ms_source_close(ms_source *source);
+/* Takes direct reads where the file system serves them; slots then are sized for their alignment. */
+int ms_source_use_direct(ms_source *source, char *err, size_t errlen);
+ms_description ms_describe(const ms_source *source);
+ms_layer_description ms_describe_layer(const ms_source *source, int layer);
+ms_matrix_description ms_describe_matrix(const ms_source *source, int layer, int matrix);
+const char *ms_describe_file(const ms_source *source, int file, uint64_t *size_bytes);
+
+/* ---------------------------------------------------------------- engine */
+
+enum ms_kernels { MS_KERNELS_AUTO = 0, MS_KERNELS_PLAIN = 1, MS_KERNELS_INTERLEAVED = 2 };
+enum ms_direct { MS_DIRECT_AUTO = 0, MS_DIRECT_YES = 1, MS_DIRECT_NO = 2 };
+
+typedef struct ms_engine_options {
+    int kernels;        /* enum ms_kernels */
+    int direct;         /* enum ms_direct */
+    const char *reader; /* "auto", "uring", "pread", "mmap" */
+    bool verify;        /* check the weights of every expert that arrives */
+    int experts_used;   /* top-k in place of the file's, or 0 */
+} ms_engine_options;
+
+typedef struct ms_stats {
+    uint64_t tokens;
+    uint64_t hits;   /* experts found in memory, one count per layer and batch */
+    uint64_t misses; /* experts that had to be read */
+    uint64_t bytes_read;
+    int64_t read_ns;    /* with at least one read in flight */
+    int64_t wait_ns;    /* computation blocked on experts */
+    int64_t compute_ns; /* expert kernels */
+    int64_t convert_ns; /* CPU time on what arrived: interleaving, moving, checking */
+    int slots_used;
+    int slots_total;
+    uint64_t slot_bytes;
+    uint64_t cache_bytes;          /* of all slots */
+    uint64_t expert_resident_bytes; /* of the slots used */
+    int matrices_plain;             /* expert tensors computed with plain rows */
+    int matrices_interleaved;
+} ms_stats;
+
+int ms_engine_open(const char *path, const ms_engine_options *options, ms_engine **out, char *err, size_t errlen);
+const ms_source *ms_engine_source(const ms_engine *engine);
+/* The reader taken ("uring", "pread", "mmap"), and whether its reads bypass the page cache. */
+const char *ms_engine_reader(const ms_engine *engine);
+bool ms_engine_direct(const ms_engine *engine);
+/* What the user should know of choices made, one sentence a line; may be empty. */
+const char *ms_engine_notes(const ms_engine *engine);
+/* ggml_backend_buffer_type_t for the expert tensors. */
+void *ms_engine_buffer_type(ms_engine *engine);
+
+/* The budget bounds for what is loaded (before loading: for all in the file). */
+uint64_t ms_engine_minimum_bytes(const ms_engine *engine);
+uint64_t ms_engine_maximum_bytes(const ms_engine *engine);
+
+FILE *ms_engine_load_begin(ms_engine *engine);
+/* Closes the stream. -EIO: it could not be read through; the sentence says where. */
+int ms_engine_load_end(ms_engine *engine, FILE *stream, char *err, size_t errlen);
+
+/* budget: for the slots; ignored by the mmap reader. -ENOSPC: under the minimum. */
+int ms_engine_start(ms_engine *engine, uint64_t budget_bytes, char *err, size_t errlen);
+
+ms_stats ms_engine_stats(ms_engine *engine);
+
+/* Why the last computation failed: its -errno and the sentence, once; 0 if it did not fail here. */
+int ms_engine_take_error(ms_engine *engine, char *err, size_t errlen);
+
+void ms_engine_close(ms_engine *engine);
+
+#endif

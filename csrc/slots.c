@@ -1,0 +1,611 @@
+/* slots.c - the expert pool: fixed slots, filled by reads, reused without end.
+ *
+ * Layers whose experts take the same room share a class of slots; a model of
+ * one quantisation has one class, mixed ones have a few. Within a class any
+ * slot takes any expert. A slot is
+ *
+ *     empty -> loading -> ready -> (evicted) loading -> ...
+ *                      -> failed -> empty
+ *
+ * and is never given to another expert while it is pinned or loading. All
+ * state is under one mutex; the reads and the interleaving run outside it.
+ *
+ * Where a matrix's bytes lie inside a slot is the same for all experts of a
+ * layer, since one product addresses them at a fixed stride. Direct reads
+ * start at an aligned offset, so the bytes wanted begin a little behind the
+ * start of the room they are read into: when that distance is the same for
+ * all experts it is simply part of the layout, otherwise the bytes are moved
+ * on arrival.
+ */
+#include <errno.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include "clock.h"
+#include "ggml.h"
+#include "message.h"
+#include "policy.h"
+#include "store.h"
+
+#define HUGE_PAGE ((size_t)2 << 20)
+#define CACHE_LINE ((size_t)64)
+
+enum state { EMPTY, LOADING, READY, FAILED };
+
+struct slot {
+    struct slots *pool;
+    int layer, expert;
+    enum state state;
+    int pins;
+    int pending; /* matrices not there yet */
+    int status;  /* of the first that failed */
+    int bad_matrix;
+    struct ms_read reads[MS_MAX_MATRICES];
+    struct slot *next_arrival;
+    int arrived[MS_MAX_MATRICES]; /* matrices read but not yet converted */
+    int n_arrived;
+};
+
+struct class {
+    size_t slot_bytes;
+    uint64_t n_experts; /* that may want a slot here */
+    int n_minimum;
+    int n_slots, n_used;
+    int n_idle; /* neither pinned nor loading: may be given away */
+    uint8_t *memory;
+    size_t memory_bytes;
+    struct slot *slots;
+    struct ms_policy *policy;
+};
+
+/* Where a matrix is inside its layer's slots. */
+struct room {
+    size_t offset;      /* of the room, aligned for direct reads */
+    size_t data_offset; /* of the first byte of the matrix */
+    const struct ggml_tensor *prototype;
+    bool convert; /* something must be done to what was read */
+};
+
+struct layer_slots {
+    struct class *class;
+    uint64_t first_key; /* of its experts among those of the class */
+    int *slot_of;       /* expert -> slot, or -1 */
+    struct room rooms[MS_MAX_MATRICES];
+};
+
+struct slots {
+    struct ms_store base;
+    struct ms_source *source;
+    struct ms_reader *reader;
+    bool verify;
+    int n_classes;
+    struct class *classes;
+    struct layer_slots *layers;
+    size_t scratch_bytes;
+    pthread_mutex_t mutex;
+    pthread_cond_t changed; /* a slot became ready, failed or idle; something arrived */
+    struct slot *arrivals, **last_arrival;
+    bool closing;
+    bool has_converter;
+    pthread_t converter;
+    uint8_t *waiter_scratch; /* free for one waiting thread at a time */
+    struct ms_store_counters counters;
+};
+
+static size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
+
+/* ------------------------------------------------------------ sizes */
+
+static size_t room_bytes(const struct ms_source *source, const struct ms_matrix *matrix) {
+    size_t alignment = source->alignment;
+    return round_up(matrix->slice_bytes + (alignment - 1), alignment > CACHE_LINE ? alignment : CACHE_LINE);
+}
+
+size_t ms_slot_bytes(const struct ms_source *source, const struct ms_layer *layer) {
+    size_t bytes = 0;
+    for (int m = 0; m < layer->n_matrices; m++) bytes += room_bytes(source, &layer->matrices[m]);
+    return bytes;
+}
+
+static bool is_wanted(const bool *wanted, int layer) { return !wanted || wanted[layer]; }
+
+static int used_experts(const struct ms_source *source, const struct ms_layer *layer) {
+    return source->n_experts_used < layer->n_experts ? source->n_experts_used : layer->n_experts;
+}
+
+uint64_t ms_slots_minimum_bytes(const struct ms_source *source, const bool *wanted) {
+    uint64_t bytes = 0;
+    for (int l = 0; l < source->n_layers; l++)
+        if (is_wanted(wanted, l)) bytes += (uint64_t)used_experts(source, &source->layers[l]) * ms_slot_bytes(source, &source->layers[l]);
+    return bytes;
+}
+
+uint64_t ms_slots_maximum_bytes(const struct ms_source *source, const bool *wanted) {
+    uint64_t bytes = 0;
+    for (int l = 0; l < source->n_layers; l++)
+        if (is_wanted(wanted, l)) bytes += (uint64_t)source->layers[l].n_experts * ms_slot_bytes(source, &source->layers[l]);
+    return bytes;
+}
+
+/* Every class gets its minimum; what is left is shared in proportion to the
+ * bytes of the experts it serves. */
+static void share_budget(struct slots *pool, uint64_t budget_bytes) {
+    uint64_t left = budget_bytes, total = 0;
+    for (int c = 0; c < pool->n_classes; c++) {
+        struct class *class = &pool->classes[c];
+        class->n_slots = class->n_minimum;
+        left -= (uint64_t)class->n_minimum * class->slot_bytes;
+        total += (class->n_experts - (uint64_t)class->n_minimum) * class->slot_bytes;
+    }
+    for (int c = 0; c < pool->n_classes && total; c++) {
+        struct class *class = &pool->classes[c];
+        uint64_t missing = class->n_experts - (uint64_t)class->n_minimum;
+        uint64_t more = left >= total ? missing : (uint64_t)((double)left * (double)(missing * class->slot_bytes) / (double)total) / class->slot_bytes;
+        class->n_slots += (int)(more < missing ? more : missing);
+    }
+}
+
+/* ------------------------------------------------------------ slot states (mutex held) */
+
+static struct class *class_of(struct slots *pool, const struct slot *slot) { return pool->layers[slot->layer].class; }
+
+static bool is_idle(const struct slot *slot) { return slot->pins == 0 && slot->state != LOADING; }
+
+static void pin(struct class *class, struct slot *slot) {
+    if (is_idle(slot)) class->n_idle--;
+    slot->pins++;
+}
+
+static void forget(struct slots *pool, struct class *class, struct slot *slot) {
+    pool->layers[slot->layer].slot_of[slot->expert] = -1;
+    class->policy->emptied(class->policy, (int)(slot - class->slots));
+    slot->state = EMPTY;
+    class->n_used--;
+}
+
+static void unpin(struct slots *pool, struct class *class, struct slot *slot) {
+    slot->pins--;
+    if (slot->pins == 0 && slot->state == FAILED) forget(pool, class, slot);
+    if (is_idle(slot)) class->n_idle++;
+}
+
+static bool may_evict(void *class, int slot) {
+    const struct slot *candidate = &((struct class *)class)->slots[slot];
+    return candidate->state == READY && candidate->pins == 0;
+}
+
+/* An empty slot near where this expert would be if all had one: a model that
+ * fits then lies in order, which keeps the span one product addresses short. */
+static int empty_slot(const struct class *class, uint64_t key) {
+    int home = (int)(key * (uint64_t)class->n_slots / class->n_experts);
+    for (int i = 0; i < class->n_slots; i++) {
+        int s = home + i < class->n_slots ? home + i : home + i - class->n_slots;
+        if (class->slots[s].state == EMPTY) return s;
+    }
+    return -1;
+}
+
+static struct slot *take_slot(struct slots *pool, int layer, int expert) {
+    struct layer_slots *ls = &pool->layers[layer];
+    struct class *class = ls->class;
+    int s = class->n_used < class->n_slots ? empty_slot(class, ls->first_key + (uint64_t)expert) : -1;
+    if (s < 0) {
+        s = class->policy->victim(class->policy, may_evict, class);
+        if (s < 0) return NULL;
+        forget(pool, class, &class->slots[s]);
+    }
+    struct slot *slot = &class->slots[s];
+    class->n_idle--;
+    class->n_used++;
+    slot->layer = layer;
+    slot->expert = expert;
+    slot->state = LOADING;
+    slot->pins = 1;
+    slot->status = 0;
+    slot->n_arrived = 0;
+    ls->slot_of[expert] = s;
+    class->policy->filled(class->policy, s);
+    return slot;
+}
+
+static void matrix_is_there(struct slots *pool, struct slot *slot, int matrix, int status) {
+    struct class *class = class_of(pool, slot);
+    if (status < 0 && slot->status == 0) {
+        slot->status = status;
+        slot->bad_matrix = matrix;
+    }
+    if (--slot->pending > 0) return;
+    slot->state = slot->status < 0 ? FAILED : READY;
+    if (slot->pins == 0) {
+        if (slot->state == FAILED) forget(pool, class, slot);
+        class->n_idle++;
+    }
+    pthread_cond_broadcast(&pool->changed);
+}
+
+/* ------------------------------------------------------------ arrival */
+
+static uint8_t *slot_memory(const struct class *class, const struct slot *slot) {
+    return class->memory + (size_t)(slot - class->slots) * class->slot_bytes;
+}
+
+/* Turns what was read into what the kernels want. No lock held. */
+static int convert(struct slots *pool, struct slot *slot, int matrix_index, uint8_t *scratch) {
+    const struct layer_slots *ls = &pool->layers[slot->layer];
+    const struct room *room = &ls->rooms[matrix_index];
+    const struct ms_matrix *matrix = &pool->source->layers[slot->layer].matrices[matrix_index];
+    const struct ms_read *read = &slot->reads[matrix_index];
+    uint64_t wanted = matrix->offset + (uint64_t)slot->expert * matrix->slice_bytes;
+    uint8_t *plain = read->destination + (wanted - read->offset);
+    uint8_t *data = slot_memory(ls->class, slot) + room->data_offset;
+    if (pool->verify) {
+        int rc = ms_check_weights(pool->source, matrix, slot->expert, plain, NULL, 0);
+        if (rc < 0) return rc;
+    }
+    if (room->prototype) {
+        memcpy(scratch, plain, matrix->slice_bytes);
+        ms_interleave(room->prototype, matrix, scratch, data);
+    } else if (plain != data) {
+        memmove(data, plain, matrix->slice_bytes);
+    }
+    return 0;
+}
+
+/* Takes one arrival and converts it. Mutex held on entry and exit. */
+static void convert_one(struct slots *pool, uint8_t *scratch) {
+    struct slot *slot = pool->arrivals;
+    int matrix = slot->arrived[--slot->n_arrived];
+    if (slot->n_arrived == 0) {
+        pool->arrivals = slot->next_arrival;
+        if (!pool->arrivals) pool->last_arrival = &pool->arrivals;
+    }
+    pthread_mutex_unlock(&pool->mutex);
+    int64_t begin = ms_now_ns();
+    int status = convert(pool, slot, matrix, scratch);
+    int64_t spent = ms_now_ns() - begin;
+    pthread_mutex_lock(&pool->mutex);
+    pool->counters.convert_ns += spent;
+    matrix_is_there(pool, slot, matrix, status);
+}
+
+/* Called on a reader's thread. */
+static void read_done(struct ms_read *read, int status) {
+    struct slot *slot = read->owner;
+    struct slots *pool = slot->pool;
+    int matrix = (int)(read - slot->reads);
+    pthread_mutex_lock(&pool->mutex);
+    if (status == 0 && pool->layers[slot->layer].rooms[matrix].convert) {
+        if (slot->n_arrived == 0) {
+            slot->next_arrival = NULL;
+            *pool->last_arrival = slot;
+            pool->last_arrival = &slot->next_arrival;
+        }
+        slot->arrived[slot->n_arrived++] = matrix;
+        pthread_cond_broadcast(&pool->changed);
+    } else {
+        matrix_is_there(pool, slot, matrix, status);
+    }
+    pthread_mutex_unlock(&pool->mutex);
+}
+
+/* A second pair of hands beside the thread that waits in acquire. */
+static void *converter(void *argument) {
+    struct slots *pool = argument;
+    uint8_t *scratch = malloc(pool->scratch_bytes);
+    pthread_mutex_lock(&pool->mutex);
+    while (!pool->closing) {
+        if (pool->arrivals && scratch) convert_one(pool, scratch);
+        else pthread_cond_wait(&pool->changed, &pool->mutex);
+    }
+    pthread_mutex_unlock(&pool->mutex);
+    free(scratch);
+    return NULL;
+}
+
+/* ------------------------------------------------------------ acquire and release */
+
+static void prepare_reads(struct slots *pool, struct slot *slot, struct ms_read **list) {
+    const struct ms_source *source = pool->source;
+    const struct ms_layer *layer = &source->layers[slot->layer];
+    const struct layer_slots *ls = &pool->layers[slot->layer];
+    size_t alignment = source->alignment;
+    slot->pending = layer->n_matrices;
+    for (int m = layer->n_matrices - 1; m >= 0; m--) {
+        const struct ms_matrix *matrix = &layer->matrices[m];
+        const struct ms_file *file = &source->files[matrix->file];
+        uint64_t begin = matrix->offset + (uint64_t)slot->expert * matrix->slice_bytes, end = begin + matrix->slice_bytes;
+        uint64_t aligned = begin / alignment * alignment;
+        slot->reads[m] = (struct ms_read){
+            .fd = file->fd_direct >= 0 ? file->fd_direct : file->fd,
+            .offset = aligned,
+            .size_bytes = (uint32_t)round_up(end - aligned, alignment),
+            .needed_bytes = (uint32_t)(end - aligned),
+            .destination = slot_memory(ls->class, slot) + ls->rooms[m].offset,
+            .done = read_done,
+            .owner = slot,
+            .next = *list,
+        };
+        *list = &slot->reads[m];
+    }
+}
+
+static int describe_failure(const struct slots *pool, const struct slot *slot, char *err, size_t errlen) {
+    const struct ms_source *source = pool->source;
+    const struct ms_matrix *matrix = &source->layers[slot->layer].matrices[slot->bad_matrix];
+    const struct ms_file *file = &source->files[matrix->file];
+    unsigned long long offset = matrix->offset + (uint64_t)slot->expert * matrix->slice_bytes;
+    if (slot->status == -ENODATA)
+        return ms_fail(slot->status, err, errlen, "%s: expert %d of %s at offset %llu (%zu bytes) is gone: the file was truncated while it was in use; restore it and call again",
+                       file->path, slot->expert, matrix->name, offset, matrix->slice_bytes);
+    if (slot->status == -EBADMSG)
+        return ms_fail(slot->status, err, errlen, "%s: expert %d of %s at offset %llu (%zu bytes) holds no valid weights (NaN or infinite scales); the file is damaged, download it again",
+                       file->path, slot->expert, matrix->name, offset, matrix->slice_bytes);
+    return ms_fail(slot->status, err, errlen, "%s: reading expert %d of %s at offset %llu (%zu bytes): %s", file->path, slot->expert, matrix->name, offset,
+                   matrix->slice_bytes, strerror(-slot->status));
+}
+
+static int slots_capacity(struct ms_store *store, int layer) { return ((struct slots *)store)->layers[layer].class->n_slots; }
+
+static void release_locked(struct slots *pool, int layer, const int32_t *indices, int n) {
+    struct class *class = pool->layers[layer].class;
+    for (int i = 0; i < n; i++) unpin(pool, class, &class->slots[indices[i]]);
+    pthread_cond_broadcast(&pool->changed);
+}
+
+static void slots_release(struct ms_store *store, int layer, const int32_t *indices, int n) {
+    struct slots *pool = (struct slots *)store;
+    pthread_mutex_lock(&pool->mutex);
+    release_locked(pool, layer, indices, n);
+    pthread_mutex_unlock(&pool->mutex);
+}
+
+/* Waits until the layer's class can take these experts all at once. Pins are
+ * taken in one step and only ever released afterwards, so waiting here while
+ * another context computes cannot deadlock. */
+static void wait_for_room(struct slots *pool, struct layer_slots *ls, const int32_t *experts, int n) {
+    for (;;) {
+        int wanted = 0;
+        for (int i = 0; i < n; i++) {
+            int s = ls->slot_of[experts[i]];
+            if (s < 0 || is_idle(&ls->class->slots[s])) wanted++;
+        }
+        if (wanted <= ls->class->n_idle) return;
+        pthread_cond_wait(&pool->changed, &pool->mutex);
+    }
+}
+
+static bool all_there(const struct class *class, const int32_t *indices, int n) {
+    for (int i = 0; i < n; i++)
+        if (class->slots[indices[i]].state == LOADING) return false;
+    return true;
+}
+
+static void wait_until_there(struct slots *pool, const struct class *class, const int32_t *indices, int n) {
+    while (!all_there(class, indices, n)) {
+        uint8_t *scratch = pool->waiter_scratch;
+        if (pool->arrivals && scratch) {
+            pool->waiter_scratch = NULL;
+            convert_one(pool, scratch);
+            pool->waiter_scratch = scratch;
+        } else {
+            pthread_cond_wait(&pool->changed, &pool->mutex);
+        }
+    }
+}
+
+static int check_files(struct slots *pool, int layer, char *err, size_t errlen) {
+    const struct ms_layer *l = &pool->source->layers[layer];
+    for (int m = 0; m < l->n_matrices; m++) {
+        if (m > 0 && l->matrices[m].file == l->matrices[m - 1].file) continue;
+        int rc = ms_source_check(pool->source, l->matrices[m].file, err, errlen);
+        if (rc < 0) return rc;
+    }
+    return 0;
+}
+
+static int slots_acquire(struct ms_store *store, int layer, const int32_t *experts, int n, int32_t *indices, char *err, size_t errlen) {
+    struct slots *pool = (struct slots *)store;
+    struct layer_slots *ls = &pool->layers[layer];
+    struct class *class = ls->class;
+    struct ms_read *reads = NULL;
+    int rc = 0, misses = 0;
+    pthread_mutex_lock(&pool->mutex);
+    for (int i = 0; i < n; i++) misses += ls->slot_of[experts[i]] < 0;
+    if (misses && (rc = check_files(pool, layer, err, errlen)) < 0) {
+        pthread_mutex_unlock(&pool->mutex);
+        return rc;
+    }
+    int64_t begin = ms_now_ns();
+    wait_for_room(pool, ls, experts, n);
+    for (int i = 0; i < n; i++) { /* what is there is pinned before anything is evicted */
+        indices[i] = ls->slot_of[experts[i]];
+        if (indices[i] < 0) continue;
+        pin(class, &class->slots[indices[i]]);
+        class->policy->used(class->policy, indices[i]);
+        pool->counters.hits++;
+    }
+    for (int i = 0; i < n; i++) {
+        if (indices[i] >= 0) continue;
+        struct slot *slot = take_slot(pool, layer, experts[i]);
+        indices[i] = (int32_t)(slot - class->slots); /* never NULL: wait_for_room counted */
+        prepare_reads(pool, slot, &reads);
+        pool->counters.misses++;
+    }
+    if (reads) {
+        pthread_mutex_unlock(&pool->mutex);
+        pool->reader->submit(pool->reader, reads);
+        pthread_mutex_lock(&pool->mutex);
+    }
+    wait_until_there(pool, class, indices, n);
+    for (int i = 0; i < n && rc == 0; i++)
+        if (class->slots[indices[i]].state == FAILED) rc = describe_failure(pool, &class->slots[indices[i]], err, errlen);
+    if (misses || rc < 0) pool->counters.wait_ns += ms_now_ns() - begin;
+    if (rc < 0) release_locked(pool, layer, indices, n);
+    pthread_mutex_unlock(&pool->mutex);
+    return rc;
+}
+
+static struct ms_view slots_view(struct ms_store *store, int layer, int matrix) {
+    const struct layer_slots *ls = &((struct slots *)store)->layers[layer];
+    return (struct ms_view){
+        .data = ls->class->memory + ls->rooms[matrix].data_offset,
+        .stride_bytes = ls->class->slot_bytes,
+        .n = ls->class->n_slots,
+        .prototype = ls->rooms[matrix].prototype,
+    };
+}
+
+static struct ms_store_counters slots_counters(struct ms_store *store) {
+    struct slots *pool = (struct slots *)store;
+    pthread_mutex_lock(&pool->mutex);
+    struct ms_store_counters counters = pool->counters;
+    for (int c = 0; c < pool->n_classes; c++) {
+        const struct class *class = &pool->classes[c];
+        counters.slots_used += class->n_used;
+        counters.slots_total += class->n_slots;
+        counters.resident_bytes += (uint64_t)class->n_used * class->slot_bytes;
+        counters.capacity_bytes += (uint64_t)class->n_slots * class->slot_bytes;
+        if (class->slot_bytes > counters.slot_bytes) counters.slot_bytes = class->slot_bytes;
+    }
+    pthread_mutex_unlock(&pool->mutex);
+    struct ms_reader_counters reads = ms_reader_read_counters(pool->reader);
+    counters.bytes_read = reads.bytes;
+    counters.read_ns = reads.busy_ns;
+    return counters;
+}
+
+/* ------------------------------------------------------------ building */
+
+static struct class *class_for(struct slots *pool, size_t slot_bytes) {
+    for (int c = 0; c < pool->n_classes; c++)
+        if (pool->classes[c].slot_bytes == slot_bytes) return &pool->classes[c];
+    struct class *class = &pool->classes[pool->n_classes++];
+    class->slot_bytes = slot_bytes;
+    return class;
+}
+
+static void lay_out(struct slots *pool, int layer, const struct ms_interleaving *interleaving) {
+    const struct ms_source *source = pool->source;
+    struct layer_slots *ls = &pool->layers[layer];
+    size_t offset = 0, alignment = source->alignment;
+    for (int m = 0; m < source->layers[layer].n_matrices; m++) {
+        const struct ms_matrix *matrix = &source->layers[layer].matrices[m];
+        struct room *room = &ls->rooms[m];
+        room->offset = offset;
+        room->prototype = ms_interleaving_prototype(interleaving, matrix);
+        bool same_distance = matrix->slice_bytes % alignment == 0;
+        room->data_offset = offset + (same_distance && !room->prototype ? matrix->offset % alignment : 0);
+        room->convert = room->prototype || !same_distance || pool->verify;
+        offset += room_bytes(source, matrix);
+        if (room->convert && matrix->slice_bytes > pool->scratch_bytes) pool->scratch_bytes = matrix->slice_bytes;
+    }
+}
+
+/* Reserves the slots' memory on a huge-page boundary; pages come with the reads. */
+static int reserve(struct class *class, char *err, size_t errlen) {
+    size_t bytes = (size_t)class->n_slots * class->slot_bytes;
+    class->memory_bytes = round_up(bytes, HUGE_PAGE) + HUGE_PAGE;
+    uint8_t *memory = mmap(NULL, class->memory_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED)
+        return ms_fail(-ENOMEM, err, errlen, "cannot reserve %zu bytes for the expert cache: %s; give a smaller cache", bytes, strerror(errno));
+    uint8_t *aligned = (uint8_t *)round_up((size_t)memory, HUGE_PAGE);
+    if (aligned > memory) munmap(memory, (size_t)(aligned - memory));
+    size_t tail = class->memory_bytes - (size_t)(aligned - memory) - round_up(bytes, HUGE_PAGE);
+    if (tail) munmap(aligned + round_up(bytes, HUGE_PAGE), tail);
+    class->memory = aligned;
+    class->memory_bytes = round_up(bytes, HUGE_PAGE);
+#ifdef MADV_HUGEPAGE
+    /* not the tail of the last huge page: the budget is a promise */
+    size_t whole = bytes / HUGE_PAGE * HUGE_PAGE;
+    if (whole) madvise(class->memory, whole, MADV_HUGEPAGE);
+#endif
+    return 0;
+}
+
+static void slots_close(struct ms_store *store) {
+    struct slots *pool = (struct slots *)store;
+    if (pool->has_converter) {
+        pthread_mutex_lock(&pool->mutex);
+        pool->closing = true;
+        pthread_cond_broadcast(&pool->changed);
+        pthread_mutex_unlock(&pool->mutex);
+        pthread_join(pool->converter, NULL);
+    }
+    for (int c = 0; c < pool->n_classes; c++) {
+        struct class *class = &pool->classes[c];
+        if (class->memory) munmap(class->memory, class->memory_bytes);
+        if (class->policy) class->policy->free(class->policy);
+        free(class->slots);
+    }
+    for (int l = 0; pool->layers && l < pool->source->n_layers; l++) free(pool->layers[l].slot_of);
+    pthread_mutex_destroy(&pool->mutex);
+    pthread_cond_destroy(&pool->changed);
+    free(pool->waiter_scratch);
+    free(pool->layers);
+    free(pool->classes);
+    free(pool);
+}
+
+static int build_class(struct slots *pool, struct class *class, char *err, size_t errlen) {
+    class->n_idle = class->n_slots;
+    class->slots = calloc((size_t)class->n_slots, sizeof(struct slot));
+    class->policy = ms_policy_lru(class->n_slots);
+    if (!class->slots || !class->policy) return ms_fail(-ENOMEM, err, errlen, "out of memory for the table of %d slots", class->n_slots);
+    for (int s = 0; s < class->n_slots; s++) class->slots[s].pool = pool;
+    return reserve(class, err, errlen);
+}
+
+int ms_slots_open(struct ms_source *source, struct ms_reader *reader, const struct ms_interleaving *interleaving,
+                  struct ms_slots_options options, struct ms_store **out, char *err, size_t errlen) {
+    uint64_t minimum = ms_slots_minimum_bytes(source, options.wanted);
+    if (options.budget_bytes < minimum)
+        return ms_fail(-ENOSPC, err, errlen, "an expert cache of %llu bytes cannot hold one token's experts; the smallest for this model is %llu bytes",
+                       (unsigned long long)options.budget_bytes, (unsigned long long)minimum);
+    struct slots *pool = calloc(1, sizeof *pool);
+    if (!pool) return ms_fail(-ENOMEM, err, errlen, "out of memory");
+    pool->base = (struct ms_store){.capacity = slots_capacity, .acquire = slots_acquire, .release = slots_release,
+                                   .view = slots_view, .counters = slots_counters, .close = slots_close};
+    pool->source = source;
+    pool->reader = reader;
+    pool->verify = options.verify;
+    pool->last_arrival = &pool->arrivals;
+    pthread_mutex_init(&pool->mutex, NULL);
+    pthread_cond_init(&pool->changed, NULL);
+    pool->classes = calloc((size_t)source->n_layers, sizeof(struct class));
+    pool->layers = calloc((size_t)source->n_layers, sizeof(struct layer_slots));
+    int rc = pool->classes && pool->layers ? 0 : ms_fail(-ENOMEM, err, errlen, "out of memory");
+    for (int l = 0; l < source->n_layers && rc == 0; l++) {
+        const struct ms_layer *layer = &source->layers[l];
+        if (!is_wanted(options.wanted, l)) continue;
+        struct layer_slots *ls = &pool->layers[l];
+        ls->class = class_for(pool, ms_slot_bytes(source, layer));
+        ls->first_key = ls->class->n_experts;
+        ls->class->n_experts += (uint64_t)layer->n_experts;
+        ls->class->n_minimum += used_experts(source, layer);
+        ls->slot_of = malloc(sizeof(int) * (size_t)layer->n_experts);
+        if (!ls->slot_of) rc = ms_fail(-ENOMEM, err, errlen, "out of memory");
+        for (int e = 0; e < layer->n_experts && rc == 0; e++) ls->slot_of[e] = -1;
+        lay_out(pool, l, interleaving);
+    }
+    if (rc == 0) share_budget(pool, options.budget_bytes);
+    for (int c = 0; c < pool->n_classes && rc == 0; c++) rc = build_class(pool, &pool->classes[c], err, errlen);
+    if (rc == 0 && pool->scratch_bytes) {
+        pool->waiter_scratch = malloc(pool->scratch_bytes);
+        pool->has_converter = pool->waiter_scratch && pthread_create(&pool->converter, NULL, converter, pool) == 0;
+        if (!pool->has_converter) rc = ms_fail(-ENOMEM, err, errlen, "out of memory for interleaving experts on arrival");
+    }
+    if (rc < 0) {
+        slots_close(&pool->base);
+        return rc;
+    }
+    *out = &pool->base;
+    return 0;
+}
+
+int ms_check_weights(const struct ms_source *source, const struct ms_matrix *matrix, int expert, const void *data, char *err, size_t errlen) {
+    if (ggml_validate_row_data((enum ggml_type)matrix->type, data, matrix->slice_bytes)) return 0;
+    return ms_fail(-EBADMSG, err, errlen, "%s: expert %d of %s holds no valid weights (NaN or infinite scales); the file is damaged, download it again",
+                   source->files[matrix->file].path, expert, matrix->name);
+}

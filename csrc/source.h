@@ -1,0 +1,105 @@
+/* source.h - GGUF files on disk, as a table of experts.
+ *
+ * A source owns the descriptors of one model (one file or all shards of a
+ * split set) and knows where every expert of every layer lies: file, offset,
+ * size, and per matrix its type and shape. Nothing above it cares how the
+ * files are laid out.
+ *
+ * Everything is checked when the source is opened, from the header alone: a
+ * file that ends before its last tensor does is refused with the tensor named.
+ * After that the table never changes and may be read by any thread.
+ */
+#ifndef MS_SOURCE_H
+#define MS_SOURCE_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#define MS_MAX_MATRICES 3 /* gate, up, down; or gate_up, down; or up, down */
+#define MS_TENSOR_NAME_BYTES 64
+/* Of tensors in the virtual GGUF; a multiple of the stream's buffer, see virtual_gguf.h. */
+#define MS_VIRTUAL_ALIGNMENT (1u << 16)
+
+struct ms_file {
+    char *path;
+    int fd;        /* buffered */
+    int fd_direct; /* O_DIRECT, or -1 */
+    uint64_t size_bytes;
+    uint64_t data_offset; /* where tensor data starts: all before it is header */
+    uint64_t header_hash;
+    int64_t mtime_ns;
+};
+
+/* One `blk.N.ffn_*_exps.weight`: n_experts slices of the same type and shape. */
+struct ms_matrix {
+    char name[MS_TENSOR_NAME_BYTES];
+    int type;       /* enum ggml_type */
+    int64_t columns; /* ne[0] */
+    int64_t rows;    /* ne[1] of one expert */
+    size_t slice_bytes;
+    int file;
+    uint64_t offset; /* of expert 0 in that file; expert e is at offset + e * slice_bytes */
+};
+
+struct ms_layer {
+    int block; /* N of blk.N */
+    int n_experts;
+    int n_matrices;
+    struct ms_matrix matrices[MS_MAX_MATRICES];
+};
+
+/* One tensor as the virtual GGUF shows it, in virtual order. */
+struct ms_segment {
+    uint64_t virtual_offset;
+    uint64_t size_bytes;
+    int file;
+    uint64_t offset;
+    bool is_expert;
+};
+
+struct ms_source {
+    int n_files;
+    struct ms_file *files;
+    int n_layers; /* with experts */
+    struct ms_layer *layers;
+    int n_blocks;
+    int n_experts_used; /* top-k, the largest over the layers */
+    char architecture[64];
+    char model_name[256];
+    uint64_t dense_bytes;
+    uint64_t expert_bytes;
+    /* the header that llama.cpp is shown, and what lies behind it */
+    uint8_t *header;
+    size_t header_bytes;
+    int n_segments;
+    struct ms_segment *segments;
+    uint64_t virtual_bytes;
+    /* O_DIRECT: alignment of offsets, sizes and addresses in bytes; 1 = buffered reads */
+    size_t alignment;
+};
+
+/* Opens the model at `path`: a GGUF, or the first shard of a split set.
+ *   -ENOENT, -EACCES, -EISDIR   the file, or a shard of it
+ *   -EINVAL                     not a GGUF, or a damaged or foreign one
+ *   -ENODATA                    truncated; the tensor is named
+ *   -ENOTSUP                    no experts in it
+ *   -ENOMEM */
+int ms_source_open(const char *path, struct ms_source **out, char *err, size_t errlen);
+void ms_source_close(struct ms_source *source);
+
+/* Opens the files for O_DIRECT if an aligned read of each of them succeeds;
+ * otherwise leaves the source buffered and returns -errno with the reason. */
+int ms_source_use_direct(struct ms_source *source, char *err, size_t errlen);
+
+/* Size of all files in bytes. */
+uint64_t ms_source_disk_bytes(const struct ms_source *source);
+
+/* Looks whether a file still is what was opened. A changed modification time
+ * alone is forgiven when the header is the same; another model is -ESTALE. */
+int ms_source_check(struct ms_source *source, int file, char *err, size_t errlen);
+
+/* Finds a tensor among the experts: its layer index, and its matrix in *matrix. -1 if absent. */
+int ms_source_find(const struct ms_source *source, const char *tensor_name, int *matrix);
+
+#endif

@@ -1,0 +1,83 @@
+/* store.h - where experts are in memory while they are computed.
+ *
+ * Two stores: slots (a fixed pool that reads fill) and mapping (the file's own
+ * pages). Both give a layer's matrix as an array of experts at a fixed stride,
+ * addressed by an index that acquire returns; between acquire and release the
+ * bytes of these experts stay where they are.
+ *
+ * acquire may be called from several threads; it blocks until the bytes are
+ * there. All or nothing: a call that fails holds nothing.
+ */
+#ifndef MS_STORE_H
+#define MS_STORE_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "kernels.h"
+#include "reader.h"
+#include "source.h"
+
+/* Expert `index` of the matrix begins at data + index * stride_bytes. */
+struct ms_view {
+    uint8_t *data;
+    size_t stride_bytes;
+    int n; /* indices are 0..n-1 */
+    const struct ggml_tensor *prototype; /* of interleaved rows, or NULL for plain ones */
+};
+
+struct ms_store_counters {
+    uint64_t hits, misses;
+    uint64_t bytes_read; /* from the disk, padding included */
+    int64_t read_ns;     /* time with at least one read in flight */
+    int64_t wait_ns;     /* time acquire blocked */
+    int64_t convert_ns;  /* CPU time of interleaving, moving and checking what arrived */
+    int slots_used, slots_total;
+    uint64_t slot_bytes;     /* of the largest class */
+    uint64_t resident_bytes; /* of the slots used */
+    uint64_t capacity_bytes;
+};
+
+struct ms_store {
+    /* How many experts of a layer can be acquired together. */
+    int (*capacity)(struct ms_store *store, int layer);
+    /* Distinct experts, n <= capacity. Writes n indices.
+     *   -EIO, -ENODATA, ...  a read failed: file, tensor, expert and offset are in err
+     *   -ESTALE              the file was replaced by another
+     *   -EBADMSG             the bytes are no valid weights (only with verify) */
+    int (*acquire)(struct ms_store *store, int layer, const int32_t *experts, int n, int32_t *indices, char *err, size_t errlen);
+    void (*release)(struct ms_store *store, int layer, const int32_t *indices, int n);
+    struct ms_view (*view)(struct ms_store *store, int layer, int matrix);
+    struct ms_store_counters (*counters)(struct ms_store *store);
+    void (*close)(struct ms_store *store); /* no acquire may be outstanding */
+};
+
+struct ms_slots_options {
+    uint64_t budget_bytes;
+    bool verify;        /* check every expert's quantised blocks as it arrives */
+    const bool *wanted; /* per layer: does the loaded model use it? */
+};
+
+/* Bytes a slot of this layer takes at the source's alignment. */
+size_t ms_slot_bytes(const struct ms_source *source, const struct ms_layer *layer);
+
+/* The smallest budget that holds one token's experts: sum over the wanted
+ * layers (all, if wanted is NULL) of top-k slots. */
+uint64_t ms_slots_minimum_bytes(const struct ms_source *source, const bool *wanted);
+/* The budget that holds every expert. */
+uint64_t ms_slots_maximum_bytes(const struct ms_source *source, const bool *wanted);
+
+/* A pool of slots that `reader` fills. Source, reader and interleaving (may be
+ * NULL) must outlive it. -ENOSPC: budget under the minimum; -ENOMEM. */
+int ms_slots_open(struct ms_source *source, struct ms_reader *reader, const struct ms_interleaving *interleaving,
+                  struct ms_slots_options options, struct ms_store **out, char *err, size_t errlen);
+
+/* The files mapped and never populated: experts are computed in place, the
+ * kernel's page cache is the cache. Plain rows only. */
+int ms_mapping_open(struct ms_source *source, bool verify, struct ms_store **out, char *err, size_t errlen);
+
+/* Checks one expert's bytes as ggml does under --check-tensors. 0 or -EBADMSG. */
+int ms_check_weights(const struct ms_source *source, const struct ms_matrix *matrix, int expert, const void *data, char *err, size_t errlen);
+
+#endif

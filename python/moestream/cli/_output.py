@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+
+def versions() -> dict[str, str]:
+    """The versions of moestream and of the packages around it; `gguf` is there only if something else wants it."""
+    found = {}
+    for name in ("moestream", "llama-cpp-python", "gguf"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def print_json(value: Any) -> None:
+    """Prints one JSON value, and nothing else, to stdout."""
+    print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def print_columns(
+    rows: Iterable[Sequence[str]], *, right: Sequence[int] = (), indent: int = 0, file: TextIO | None = None
+) -> None:
+    """Prints rows of text in aligned columns, two spaces apart.
+
+    Args:
+        rows: Rows of cells; a row may be shorter than the others. Its last cell may be as long as it likes.
+        right: Indices of the columns that are aligned to the right; -1 is the last of the first row.
+        indent: Spaces before each line.
+        file: Where to print, stdout by default.
+    """
+    rows = [list(row) for row in rows]
+    right = {column if column >= 0 else len(rows[0]) + column for column in right} if rows else set()
+    widths: dict[int, int] = {}
+    for row in rows:
+        for column, cell in enumerate(row):
+            if column in right or column < len(row) - 1:
+                widths[column] = max(widths.get(column, 0), len(cell))
+    for row in rows:
+        cells = [
+            cell.rjust(widths[column]) if column in right else cell.ljust(widths.get(column, 0))
+            for column, cell in enumerate(row)
+        ]
+        print((" " * indent + "  ".join(cells)).rstrip(), file=file)
+
+
+def progress_bar(what: str, *, total: float, unit: str = "") -> tqdm:
+    """A bar on stderr that vanishes when it is done, and is not drawn at all where stderr is no terminal."""
+    counter = " {n_fmt}/{total_fmt} " + unit if unit else ""
+    return tqdm(
+        total=total,
+        desc=what,
+        bar_format="{desc} {percentage:3.0f}% |{bar:40}|" + counter + " {elapsed}",
+        leave=False,
+        disable=not sys.stderr.isatty(),
+        file=sys.stderr,
+    )

@@ -1,0 +1,581 @@
+"""Write text with a model, its experts streamed from the SSD.
+
+The text goes to stdout as it is made, a summary of speed and memory to stderr.
+
+  moestream generate -m MODEL.gguf -p "The library is" -n 64 --expert-cache 3GiB
+"""
+
+from __future__ import annotations
+
+import argparse
+import codecs
+import contextlib
+import logging
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from .. import memory
+from ..errors import MoestreamError, OptionError
+from ._interrupt import INTERRUPTED, Interrupt
+from ._model import add_model_arguments, locate
+from ._output import print_json, progress_bar
+from ._summary import generation_as_json, print_summary
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    from llama_cpp import LogitsProcessorList
+
+    from .. import ExpertStats, Llama
+
+_FLOAT_TYPES = ("f32", "f16", "bf16")
+CACHE_TYPES = (*_FLOAT_TYPES, "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
+_SEED_END = 2**32 - 1  # this one means "random" to llama.cpp
+
+
+def _ignore(*_: object) -> None:
+    """A callback for those who want none."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What one call of `generate` made and what it took.
+
+    Attributes:
+        model: The model file.
+        seed: The seed the tokens were drawn with; the same seed and options draw them again.
+        text: The text, without the prompt.
+        tokens: The tokens of the text. The end-of-text token is not among them.
+        finish_reason: "stop" (the model ended the text), "length" (`n_predict` is reached), "context" (the context is
+            full), "interrupted", or "error", told by `error`.
+        error: What ended the text before its time.
+        load_s: Time to load the model.
+        prompt_tokens: Tokens of the prompt that were evaluated.
+        prompt_s: Time to evaluate them.
+        first_token_s: Time from the start of the prompt to the first token; None if there was none.
+        decode_tokens: Tokens after the first, each of which took an evaluation; the first came from the prompt's.
+        decode_s: Time from the first token to the last.
+        prompt_stats: What the prompt asked of the experts; None if they were not streamed.
+        decode_stats: The same of decode.
+        stats: The same since the model was loaded, with what does not change.
+        threads: Threads of decode.
+        peak_rss_bytes: Highest resident memory of this process so far.
+        bytes_on_disk: Size of the model's files.
+    """
+
+    model: Path
+    seed: int
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: Literal["stop", "length", "context", "interrupted", "error"]
+    error: MoestreamError | None
+    load_s: float
+    prompt_tokens: int
+    prompt_s: float
+    first_token_s: float | None
+    decode_tokens: int
+    decode_s: float
+    prompt_stats: ExpertStats | None
+    decode_stats: ExpertStats | None
+    stats: ExpertStats | None
+    threads: int
+    peak_rss_bytes: int
+    bytes_on_disk: int
+
+    @property
+    def prompt_tokens_per_s(self) -> float | None:
+        return self.prompt_tokens / self.prompt_s if self.prompt_tokens else None
+
+    @property
+    def decode_tokens_per_s(self) -> float | None:
+        return self.decode_tokens / self.decode_s if self.decode_tokens else None
+
+
+def generate(
+    *,
+    model: str | os.PathLike[str] | None = None,
+    hf_repo: str | None = None,
+    hf_file: str | None = None,
+    prompt: str | None = None,
+    file: str | os.PathLike[str] | None = None,
+    n_predict: int = 128,
+    ctx_size: int = 4096,
+    threads: int | None = None,
+    threads_batch: int | None = None,
+    batch_size: int = 2048,
+    ubatch_size: int = 512,
+    temp: float = 0.8,
+    seed: int = -1,
+    top_k: int = 40,
+    top_p: float = 0.95,
+    min_p: float = 0.05,
+    repeat_penalty: float = 1.0,
+    repeat_last_n: int = 64,
+    ignore_eos: bool = False,
+    lora: str | os.PathLike[str] | None = None,
+    flash_attn: bool = False,
+    cache_type_k: str = "f16",
+    cache_type_v: str = "f16",
+    expert_streaming: bool = True,
+    expert_cache: int | str = "auto",
+    kernels: str = "auto",
+    reader: str = "auto",
+    direct: bool | Literal["auto"] = "auto",
+    verify: bool = False,
+    on_text: Callable[[str], None] = _ignore,
+    load_progress: Callable[[float], None] | None = None,
+    prompt_progress: Callable[[int, int], None] = _ignore,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Generation:
+    """Continues a prompt; what `moestream generate` does, with the long names of its options.
+
+    Args:
+        model: A GGUF file. By default the one that ships with the package.
+        hf_repo: Instead of `model`, "user/repo" or "user/repo:quant" on the Hugging Face Hub.
+        hf_file: The file in that repository.
+        prompt: The text to continue.
+        file: Instead of `prompt`, a file that holds it. One newline at its end is not part of the prompt.
+        n_predict: Tokens to write at most; -1 writes until the text ends or the context is full; 0 writes nothing.
+        ctx_size: Tokens that prompt and text may have together; 0 is what the model was trained with.
+        threads: Threads of decode, by default one per physical core this process may use.
+        threads_batch: Threads of prompts, by default `threads`.
+        batch_size: Tokens llama.cpp is handed at once at most.
+        ubatch_size: Tokens it computes at once at most. The prompt is evaluated in pieces of this size.
+        temp: Temperature; 0 always takes the likeliest token.
+        seed: Seed of the sampler; -1 takes a random one.
+        top_k, top_p, min_p: Samplers as in llama.cpp.
+        repeat_penalty: 1 is no penalty.
+        repeat_last_n: Tokens the penalty looks back on.
+        ignore_eos: Never draw an end-of-text token.
+        lora: A LoRA adapter (GGUF) to apply.
+        flash_attn: Use flash attention. A quantised `cache_type_v` needs it.
+        cache_type_k, cache_type_v: Types of the KV cache, one of CACHE_TYPES.
+        expert_streaming: False loads the whole model, as llama_cpp.Llama does, to compare with.
+        expert_cache, kernels, reader, direct, verify: As in `moestream.ExpertStreaming`.
+        on_text: Is handed each piece of text as it is made.
+        load_progress: Is told the share of the model that is loaded, from 0 to 1; what it raises breaks loading off. It
+            is not called without `expert_streaming`.
+        prompt_progress: Is told how many tokens of how many in the prompt are evaluated.
+        should_stop: Is asked between two tokens, and between two pieces of the prompt.
+
+    Returns:
+        What was made, also when `should_stop` or an error ended it after the prompt.
+
+    Raises:
+        MoestreamError: The options or the model are no good, or the prompt could not be evaluated.
+    """
+    from .. import ExpertStreaming, Llama, describe
+
+    text = _prompt_text(prompt, file)
+    _check_sizes(n_predict, ctx_size, threads, threads_batch, batch_size, ubatch_size)
+    _check_sampling(temp, repeat_penalty, repeat_last_n, seed)
+    type_k, type_v = _ggml_type(cache_type_k), _ggml_type(cache_type_v)
+    if cache_type_v not in _FLOAT_TYPES and not flash_attn:
+        raise OptionError(f"--cache-type-v {cache_type_v} needs flash attention: add -fa on")
+    if lora is not None and not Path(lora).is_file():
+        raise OptionError(f"--lora: there is no file {lora}")
+    streaming = ExpertStreaming(cache=expert_cache, kernels=kernels, reader=reader, direct=direct, verify=verify)
+    if not expert_streaming and streaming != ExpertStreaming():
+        raise OptionError(
+            "--no-expert-streaming leaves no use for --expert-cache, --kernels, --reader, --direct and --verify"
+        )
+    path = locate(model, hf_repo, hf_file)
+    bytes_on_disk = describe(path).bytes_on_disk
+    seed = secrets.randbelow(_SEED_END) if seed == -1 else seed
+    threads = threads or _default_threads()
+
+    started = time.perf_counter()
+    llm = Llama(
+        str(path),
+        expert_streaming=streaming if expert_streaming else False,
+        load_progress=load_progress if expert_streaming else None,
+        n_ctx=ctx_size,
+        n_batch=batch_size,
+        n_ubatch=ubatch_size,
+        n_threads=threads,
+        n_threads_batch=threads_batch or threads,
+        last_n_tokens_size=repeat_last_n,
+        lora_path=None if lora is None else str(lora),
+        flash_attn=flash_attn,
+        type_k=type_k,
+        type_v=type_v,
+        verbose=logging.getLogger("moestream").isEnabledFor(logging.DEBUG),
+    )
+    with contextlib.closing(llm):
+        load_s = time.perf_counter() - started
+        prompt_tokens = llm.tokenize(text.encode(errors="surrogateescape"), add_bos=True, special=True)
+        room = _room(len(prompt_tokens), n_ctx=len(llm.input_ids), n_predict=n_predict)
+        logits_processor = _without_ends(llm) if ignore_eos else None
+        stats = [llm.expert_stats()] if expert_streaming else []
+
+        prompt_started = time.perf_counter()
+        evaluated = _evaluate(llm, prompt_tokens, ubatch_size, prompt_progress, should_stop)
+        prompt_s = time.perf_counter() - prompt_started
+        stats += [llm.expert_stats()] if expert_streaming else []
+
+        llm.set_seed(seed)  # llama_cpp.Llama takes a seed=0 for none
+        draws = llm.generate(
+            prompt_tokens,  # evaluated already, which it sees: it draws the first token at once
+            temp=temp,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repeat_penalty=repeat_penalty,
+            logits_processor=logits_processor,
+        )
+        whole = evaluated == len(prompt_tokens)
+        written = _write(llm, draws, room, on_text, should_stop) if whole else _Written(finish_reason="interrupted")
+        stats += [llm.expert_stats()] if expert_streaming else []
+
+    finish_reason = written.finish_reason
+    if finish_reason == "length" and room != n_predict:
+        finish_reason = "context"
+    return Generation(
+        model=path,
+        seed=seed,
+        text=written.text,
+        tokens=written.tokens,
+        finish_reason=finish_reason,
+        error=written.error,
+        load_s=load_s,
+        prompt_tokens=evaluated,
+        prompt_s=prompt_s,
+        first_token_s=written.times[0] - prompt_started if written.times else None,
+        decode_tokens=max(len(written.tokens) - 1, 0),
+        decode_s=written.times[-1] - written.times[0] if written.times else 0.0,
+        prompt_stats=stats[1].since(stats[0]) if stats else None,
+        decode_stats=stats[2].since(stats[1]) if stats else None,
+        stats=stats[2] if stats else None,
+        threads=threads,
+        peak_rss_bytes=memory.peak_rss_bytes(),
+        bytes_on_disk=bytes_on_disk,
+    )
+
+
+def run(*, json: bool, **options: Any) -> int:
+    """Runs `generate` for the command line and returns the exit code."""
+    with Interrupt() as interrupt, progress_bar("loading", total=1.0) as load_bar, contextlib.ExitStack() as bars:
+        prompt_bar: Any = None
+
+        def load_progress(share: float) -> None:
+            if interrupt.requested():
+                raise KeyboardInterrupt
+            load_bar.update(share - load_bar.n)
+
+        def prompt_progress(done: int, total: int) -> None:
+            nonlocal prompt_bar
+            load_bar.close()
+            if prompt_bar is None:
+                prompt_bar = bars.enter_context(progress_bar("prompt", total=total, unit="tokens"))
+            prompt_bar.update(done - prompt_bar.n)
+            if done == total:
+                prompt_bar.close()
+
+        def on_text(piece: str) -> None:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+
+        generation = generate(
+            **options,
+            on_text=_ignore if json else on_text,
+            load_progress=load_progress,
+            prompt_progress=prompt_progress,
+            should_stop=interrupt.requested,
+        )
+    if json:
+        print_json(generation_as_json(generation, options))
+    else:
+        if generation.text and not generation.text.endswith("\n"):
+            print(flush=True)
+        if generation.error is None:
+            print_summary(generation)
+    if generation.error is not None:
+        raise generation.error
+    return INTERRUPTED if generation.finish_reason == "interrupted" else 0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `generate`. They have llama.cpp's names where it has such an option."""
+    add_model_arguments(parser)
+    text = parser.add_argument_group("text")
+    prompt = text.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("-p", "--prompt", metavar="TEXT", help="the text to continue")
+    prompt.add_argument("-f", "--file", metavar="FILE", help="a file that holds it")
+    text.add_argument(
+        "-n",
+        "--n-predict",
+        "--predict",
+        type=int,
+        default=128,
+        metavar="N",
+        help="tokens to write at most; -1: until the text or the context ends (default: %(default)s)",
+    )
+    text.add_argument("--ignore-eos", action="store_true", help="write on where the model would end the text")
+    text.add_argument("--json", action="store_true", help="print one JSON object: text, timings, statistics, versions")
+
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument(
+        "--temp", type=float, default=0.8, metavar="T", help="temperature; 0: greedy (default: %(default)s)"
+    )
+    sampling.add_argument(
+        "-s", "--seed", type=int, default=-1, metavar="N", help="-1: a random one (default: %(default)s)"
+    )
+    sampling.add_argument("--top-k", type=int, default=40, metavar="N", help="0: off (default: %(default)s)")
+    sampling.add_argument("--top-p", type=float, default=0.95, metavar="P", help="1: off (default: %(default)s)")
+    sampling.add_argument("--min-p", type=float, default=0.05, metavar="P", help="0: off (default: %(default)s)")
+    sampling.add_argument(
+        "--repeat-penalty", type=float, default=1.0, metavar="X", help="1: off (default: %(default)s)"
+    )
+    sampling.add_argument(
+        "--repeat-last-n",
+        type=int,
+        default=64,
+        metavar="N",
+        help="tokens that penalty looks back on (default: %(default)s)",
+    )
+
+    running = parser.add_argument_group("running")
+    running.add_argument(
+        "-c",
+        "--ctx-size",
+        type=int,
+        default=4096,
+        metavar="N",
+        help="0: as the model was trained (default: %(default)s)",
+    )
+    running.add_argument(
+        "-t", "--threads", type=int, metavar="N", help="threads of decode (default: the physical cores)"
+    )
+    running.add_argument(
+        "-tb", "--threads-batch", type=int, metavar="N", help="threads of prompts (default: those of decode)"
+    )
+    running.add_argument(
+        "-b",
+        "--batch-size",
+        type=int,
+        default=2048,
+        metavar="N",
+        help="largest batch of a prompt (default: %(default)s)",
+    )
+    running.add_argument(
+        "-ub",
+        "--ubatch-size",
+        type=int,
+        default=512,
+        metavar="N",
+        help="tokens computed at once at most (default: %(default)s)",
+    )
+    running.add_argument(
+        "-fa", "--flash-attn", type=_on_off, default=False, metavar="{on,off}", help="flash attention (default: off)"
+    )
+    for letter, which in (("k", "K"), ("v", "V")):
+        running.add_argument(
+            f"-ct{letter}",
+            f"--cache-type-{letter}",
+            choices=CACHE_TYPES,
+            default="f16",
+            metavar="TYPE",
+            help=f"type of the {which} cache: {', '.join(CACHE_TYPES)} (default: %(default)s)",
+        )
+    running.add_argument("--lora", metavar="FILE", help="a LoRA adapter to apply")
+
+    streaming = parser.add_argument_group("expert streaming")
+    streaming.add_argument(
+        "--expert-cache",
+        default="auto",
+        metavar="SIZE",
+        help="memory for experts, like 3GiB (default: what is available, less 10%%)",
+    )
+    streaming.add_argument(
+        "--kernels",
+        choices=("auto", "plain", "interleaved"),
+        default="auto",
+        help="layout of cached weights (default: the faster)",
+    )
+    streaming.add_argument(
+        "--reader",
+        choices=("auto", "uring", "pread", "mmap"),
+        default="auto",
+        help="how experts are read (default: measured)",
+    )
+    streaming.add_argument(
+        "--direct",
+        action=argparse.BooleanOptionalAction,
+        default="auto",
+        help="read around the page cache (default: where the file allows it)",
+    )
+    streaming.add_argument(
+        "--verify", action="store_true", help="look for damaged weights in every expert that is read"
+    )
+    streaming.add_argument(
+        "--no-expert-streaming",
+        dest="expert_streaming",
+        action="store_false",
+        help="load the whole model as llama-cpp-python does, to compare with",
+    )
+
+
+def _on_off(value: str) -> bool:
+    try:
+        return {"on": True, "off": False}[value]
+    except KeyError:
+        raise argparse.ArgumentTypeError(f"{value!r} is neither on nor off") from None
+
+
+def _prompt_text(prompt: str | None, file: str | os.PathLike[str] | None) -> str:
+    if (prompt is None) == (file is None):
+        raise OptionError("give the prompt either as text (-p) or in a file (-f)")
+    if prompt is not None:
+        return prompt
+    try:
+        return Path(file).read_text(encoding="utf-8").removesuffix("\n")
+    except OSError as exc:
+        raise OptionError(f"cannot read the prompt file {file}: {exc.strerror}") from exc
+    except UnicodeDecodeError as exc:
+        raise OptionError(f"the prompt file {file} is not UTF-8 text (byte {exc.start})") from exc
+
+
+def _check_sizes(
+    n_predict: int,
+    ctx_size: int,
+    threads: int | None,
+    threads_batch: int | None,
+    batch_size: int,
+    ubatch_size: int,
+) -> None:
+    if n_predict < -1:
+        raise OptionError(f"--n-predict {n_predict}: give a number of tokens, or -1 for no limit")
+    if ctx_size < 0:
+        raise OptionError(f"--ctx-size {ctx_size}: give a number of tokens, or 0 for what the model was trained with")
+    for option, value in (("--threads", threads), ("--threads-batch", threads_batch)):
+        if value is not None and value < 1:
+            raise OptionError(f"{option} {value}: at least one thread is needed")
+    if ubatch_size < 1:
+        raise OptionError(f"--ubatch-size {ubatch_size}: at least one token is needed")
+    if ubatch_size > batch_size:
+        raise OptionError(f"--ubatch-size {ubatch_size} is more than --batch-size {batch_size}: raise -b or lower -ub")
+
+
+def _check_sampling(temp: float, repeat_penalty: float, repeat_last_n: int, seed: int) -> None:
+    if not temp >= 0:
+        raise OptionError(f"--temp {temp}: the temperature is 0 or more")
+    if not repeat_penalty > 0:
+        raise OptionError(f"--repeat-penalty {repeat_penalty}: the penalty is more than 0, and 1 is none")
+    if repeat_last_n < 0:
+        raise OptionError(f"--repeat-last-n {repeat_last_n}: give a number of tokens, or 0 for no penalty")
+    if not -1 <= seed < _SEED_END:
+        raise OptionError(f"--seed {seed}: give a number from 0 to {_SEED_END - 1}, or -1 for a random one")
+
+
+def _room(n_prompt: int, *, n_ctx: int, n_predict: int) -> int:
+    """Tokens that may be written after a prompt of `n_prompt` tokens."""
+    if n_prompt == 0:
+        raise OptionError("the prompt is empty, and this model has no token to begin a text with: give a prompt")
+    if n_prompt >= n_ctx:
+        wanted = n_prompt + max(n_predict, 1)
+        raise OptionError(f"the prompt has {n_prompt} tokens, the context holds {n_ctx}: raise -c to {wanted}")
+    return n_ctx - n_prompt if n_predict == -1 else min(n_predict, n_ctx - n_prompt)
+
+
+def _default_threads() -> int:
+    import psutil
+
+    physical = psutil.cpu_count(logical=False) or 1
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else physical
+    return min(physical, usable)
+
+
+def _ggml_type(name: str) -> int:
+    import llama_cpp
+
+    if name not in CACHE_TYPES:
+        raise OptionError(f"there is no KV cache of type {name!r}: choose from {', '.join(CACHE_TYPES)}")
+    return getattr(llama_cpp, f"GGML_TYPE_{name.upper()}")
+
+
+def _evaluate(
+    llm: Llama,
+    tokens: Sequence[int],
+    piece_size: int,
+    progress: Callable[[int, int], None],
+    should_stop: Callable[[], bool],
+) -> int:
+    """Evaluates the prompt, piece by piece, and returns how many of its tokens it came to."""
+    done = 0
+    progress(done, len(tokens))
+    while done < len(tokens) and not should_stop():
+        piece = tokens[done : done + piece_size]
+        llm.eval(piece)
+        done += len(piece)
+        progress(done, len(tokens))
+    return done
+
+
+@dataclass(frozen=True)
+class _Written:
+    finish_reason: Literal["stop", "length", "interrupted", "error"]
+    text: str = ""
+    tokens: tuple[int, ...] = ()
+    times: tuple[float, ...] = ()
+    error: MoestreamError | None = None
+
+
+def _write(
+    llm: Llama, draws: Iterator[int], room: int, on_text: Callable[[str], None], should_stop: Callable[[], bool]
+) -> _Written:
+    """Turns at most `room` of the tokens that `draws` gives into text."""
+    tokens: list[int] = []
+    times: list[float] = []
+    pieces: list[str] = []
+    utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character may be spread over several tokens
+
+    def write(data: bytes, final: bool = False) -> None:
+        if piece := utf8.decode(data, final):
+            pieces.append(piece)
+            on_text(piece)
+
+    def written(
+        finish_reason: Literal["stop", "length", "interrupted", "error"], error: MoestreamError | None = None
+    ) -> _Written:
+        write(b"", final=True)
+        return _Written(finish_reason, "".join(pieces), tuple(tokens), tuple(times), error)
+
+    try:
+        while len(tokens) < room:
+            if should_stop():
+                return written("interrupted")
+            token = next(draws)
+            if _ends_text(llm, token):
+                return written("stop")
+            times.append(time.perf_counter())
+            tokens.append(token)
+            write(llm.detokenize([token]))
+    except MoestreamError as exc:
+        return written("error", exc)
+    return written("length")
+
+
+def _ends_text(llm: Llama, token: int) -> bool:
+    import llama_cpp
+
+    return llama_cpp.llama_vocab_is_eog(llama_cpp.llama_model_get_vocab(llm.model), token)
+
+
+def _without_ends(llm: Llama) -> LogitsProcessorList:
+    """Rules out all tokens that end a text."""
+    import llama_cpp
+    import numpy as np
+
+    ends = [token for token in range(llm.n_vocab()) if _ends_text(llm, token)]
+
+    def rule_out(tokens: npt.NDArray[np.intc], logits: npt.NDArray[np.single]) -> npt.NDArray[np.single]:
+        logits[ends] = -np.inf
+        return logits
+
+    return llama_cpp.LogitsProcessorList([rule_out])

@@ -1,0 +1,38 @@
+"""What moestream raises.
+
+    MoestreamError
+    ├── OptionError (ValueError)      an option is unknown, malformed or impossible here
+    │   └── CacheTooSmallError        an expert cache under one token's experts
+    ├── ModelError (ValueError)       a file that is no model, or a damaged or unsuitable one
+    └── ExpertReadError (OSError)     experts could not be read while computing
+
+Every message names the file, tensor, offset or option, and the remedy.
+"""
+
+from __future__ import annotations
+
+__all__ = ["MoestreamError", "OptionError", "CacheTooSmallError", "ModelError", "ExpertReadError"]
+
+
+class MoestreamError(Exception):
+    """Base of everything moestream raises on purpose."""
+
+
+class OptionError(MoestreamError, ValueError):
+    """An option that is unknown, malformed or impossible on this machine."""
+
+
+class CacheTooSmallError(OptionError):
+    """An expert cache that cannot hold the experts of one token."""
+
+
+class ModelError(MoestreamError, ValueError):
+    """A file that is not a model moestream can stream."""
+
+
+class ExpertReadError(MoestreamError, OSError):
+    """Experts could not be read in the middle of a computation.
+
+    The call that raised it is lost; the model stays usable, and the next call
+    works if the file does.
+    """

@@ -1,0 +1,290 @@
+"""``Llama``: llama-cpp-python's, with experts that stay on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import inspect
+import logging
+import os
+import types
+from collections.abc import Callable
+from typing import Any
+
+import llama_cpp
+from llama_cpp import _internals as stock_internals
+from llama_cpp import llama as stock_module
+
+from ._engine import Engine
+from ._native import lib, text
+from .errors import ModelError, OptionError
+from .memory import private_bytes
+from .options import ExpertStreaming
+from .stats import ExpertStats
+
+__all__ = ["Llama"]
+
+logger = logging.getLogger("moestream")
+
+_GGML_LOG_LEVEL_ERROR = 4
+
+
+class _BufferOverride(ctypes.Structure):
+    """``struct llama_model_tensor_buft_override``."""
+
+    _fields_ = [("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p)]
+
+
+@contextlib.contextmanager
+def _collected_errors(lines: list[str], forward: bool) -> Any:
+    """Collects what llama.cpp logs as errors, which its NULL results do not say."""
+
+    callback, user_data = llama_cpp.llama_log_callback(), ctypes.c_void_p()
+    llama_cpp.llama_log_get(ctypes.byref(callback), ctypes.byref(user_data))
+
+    @llama_cpp.llama_log_callback
+    def collect(level: int, line: bytes, _: ctypes.c_void_p) -> None:
+        if level == _GGML_LOG_LEVEL_ERROR:
+            lines.append(line.decode("utf-8", "replace").strip())
+        if forward:
+            callback(level, line, user_data)
+
+    llama_cpp.llama_log_set(collect, ctypes.c_void_p(0))
+    try:
+        yield
+    finally:
+        llama_cpp.llama_log_set(callback, user_data)
+
+
+class _StreamedModel(stock_internals.LlamaModel):
+    """A llama_model loaded through an engine: dense weights in memory, experts nowhere."""
+
+    def __init__(
+        self,
+        *,
+        path_model: str,
+        params: llama_cpp.llama_model_params,
+        verbose: bool = True,
+        engine: Engine,
+        load_progress: Callable[[float], None] | None,
+    ) -> None:
+        self.path_model = path_model
+        self.params = params
+        self.verbose = verbose
+        self.sampler = None
+        self.custom_samplers: list[Any] = []
+        self.model = None
+        self._exit_stack = contextlib.ExitStack()
+        self._exit_stack.callback(engine.close)  # last: the model's buffers belong to it
+
+        self._overrides = (_BufferOverride * 2)(
+            _BufferOverride(text(lib.ms_expert_pattern()).encode(), engine.buffer_type()), _BufferOverride(None, None)
+        )
+        params.tensor_buft_overrides = ctypes.cast(self._overrides, ctypes.c_void_p)
+        params.load_mode = llama_cpp.LLAMA_LOAD_MODE_NONE
+        params.lazy_mode = llama_cpp.LLAMA_LAZY_MODE_OFF
+        params.use_extra_bufts = engine.interleaves
+        failure: list[BaseException] = []
+        if load_progress is not None:
+            params.progress_callback = _progress_callback(load_progress, failure)
+
+        errors: list[str] = []
+        stream, address = engine.load_begin()
+        with _collected_errors(errors, forward=verbose):
+            self.model = llama_cpp.llama_model_load_from_file_ptr(ctypes.c_void_p(address), params)
+        if self.model is not None:
+            self._exit_stack.callback(self._free_model)
+        if failure:
+            engine.load_end(stream)
+            raise failure[0]
+        engine.load_end(stream)
+        if self.model is None:
+            raise ModelError(f"{path_model}: llama.cpp cannot load it: {_last_cause(errors)}")
+        self.vocab = llama_cpp.llama_model_get_vocab(self.model)
+
+    def _free_model(self) -> None:
+        if self.model is not None:
+            llama_cpp.llama_model_free(self.model)
+            self.model = None
+
+
+def _load_from_file_pointer(address: int, params: llama_cpp.llama_model_params) -> int | None:
+    load = llama_cpp.llama_cpp._lib.llama_model_load_from_file_ptr
+    load.argtypes = [ctypes.c_void_p, llama_cpp.llama_model_params]
+    load.restype = ctypes.c_void_p
+    return load(address, params)
+
+
+def _progress_callback(load_progress: Callable[[float], None], failure: list[BaseException]) -> Any:
+    @llama_cpp.llama_progress_callback
+    def progress(share: float, _: ctypes.c_void_p) -> bool:
+        try:
+            load_progress(share)
+        except BaseException as error:  # an exception cannot cross C: stop loading, raise it afterwards
+            failure.append(error)
+            return False
+        return True
+
+    return progress
+
+
+def _last_cause(errors: list[str]) -> str:
+    """The first error line, without llama.cpp's function name: the later ones only say that loading failed."""
+    if not errors:
+        return "no reason given; verbose=True shows its log"
+    return errors[0].removeprefix("llama_model_load: ").removeprefix("error loading model: ")
+
+
+class _StreamedContext(stock_internals.LlamaContext):
+    """A llama_context whose model's experts get their memory once it is known what is left."""
+
+    def __init__(self, *, model: _StreamedModel, params: Any, verbose: bool = True, engine: Engine, allocated_before: tuple[int, int]) -> None:
+        self._engine = engine
+        super().__init__(model=model, params=params, verbose=verbose)
+        (allocated, resident), (allocated_then, resident_then) = private_bytes(), allocated_before
+        engine.start(untouched=max(0, (allocated - allocated_then) - (resident - resident_then)))
+
+    def decode(self, batch: stock_internals.LlamaBatch) -> None:
+        try:
+            super().decode(batch)
+        except RuntimeError:
+            self._engine.raise_failure()
+            raise
+
+    def encode(self, batch: stock_internals.LlamaBatch) -> None:
+        try:
+            super().encode(batch)
+        except RuntimeError:
+            self._engine.raise_failure()
+            raise
+
+
+def _stock_init(model_class: Any, context_class: Any) -> Callable[..., None]:
+    """``llama_cpp.Llama.__init__`` that builds our model and context.
+
+    The same code, run with globals of its own in which ``internals`` holds our
+    two classes: nothing of the stock module is changed, so ``llama_cpp.Llama``
+    objects beside ours stay what they are.
+    """
+    internals = types.SimpleNamespace(**{**vars(stock_internals), "LlamaModel": model_class, "LlamaContext": context_class})
+    stock = llama_cpp.Llama.__init__
+    init = types.FunctionType(
+        stock.__code__, {**vars(stock_module), "internals": internals}, stock.__name__, stock.__defaults__, stock.__closure__
+    )
+    init.__kwdefaults__ = stock.__kwdefaults__
+    return init
+
+
+_STOCK_PARAMETERS = {
+    name: parameter
+    for name, parameter in inspect.signature(llama_cpp.Llama.__init__).parameters.items()
+    if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+}
+
+
+def _expert_count_override(kv_overrides: dict[str, Any] | None) -> int:
+    """Top-k in place of the file's, if the user overrides that key; else 0."""
+    for key, value in (kv_overrides or {}).items():
+        if key.endswith(".expert_used_count") and isinstance(value, int):
+            return value
+    return 0
+
+
+class Llama(llama_cpp.Llama):
+    """A :class:`llama_cpp.Llama` that can leave the experts of its model on disk.
+
+    >>> llm = Llama("model.gguf", expert_streaming=True, n_ctx=4096)
+    >>> llm("The library is", max_tokens=64)["choices"][0]["text"]
+    >>> llm.expert_stats().hit_rate
+
+    Args:
+        model_path: A GGUF; of a split model its first shard.
+        expert_streaming: True for :class:`ExpertStreaming` with its defaults, or
+            one with options. False (the default) makes this a plain
+            ``llama_cpp.Llama``.
+        load_progress: Called with the share of the model loaded, 0.0 to 1.0.
+        **kwargs: Everything else as in :class:`llama_cpp.Llama`. With streaming,
+            ``use_mmap`` has no meaning (dense weights are always in anonymous
+            memory) and ``use_mlock`` is refused.
+
+    Raises:
+        OptionError: an unknown keyword, or options that cannot work here.
+        ModelError: a file that cannot be loaded or streamed.
+        ExpertReadError: from later calls, when experts cannot be read.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        expert_streaming: bool | ExpertStreaming = False,
+        load_progress: Callable[[float], None] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._engine: Engine | None = None
+        self._expert_streaming = expert_streaming
+        self._stack = contextlib.ExitStack()
+        self._sampler = None
+        unknown = [name for name in kwargs if name not in _STOCK_PARAMETERS]
+        if unknown:
+            raise OptionError(f"unknown keyword {unknown[0]!r}; see help(moestream.Llama)")
+        if not isinstance(expert_streaming, (bool, ExpertStreaming)):
+            raise OptionError(f"expert_streaming={expert_streaming!r}: expected True, False or ExpertStreaming(...)")
+        if expert_streaming is False:
+            if load_progress is not None:
+                raise OptionError("load_progress= reports on a streamed model; it needs expert_streaming")
+            super().__init__(model_path, **kwargs)
+            return
+        if kwargs.get("use_mlock"):
+            raise OptionError("use_mlock=True would lock the whole model in memory, which streaming exists to avoid; leave it out")
+        options = ExpertStreaming() if expert_streaming is True else expert_streaming
+        model_path = os.fspath(model_path)
+        before = private_bytes()
+        self._engine = Engine(model_path, options, experts_used=_expert_count_override(kwargs.get("kv_overrides")))
+        try:
+            self._engine.require_memory()
+            for note in self._engine.stats().notes:
+                logger.info("%s", note)
+            init = _stock_init(
+                functools.partial(_StreamedModel, engine=self._engine, load_progress=load_progress),
+                functools.partial(_StreamedContext, engine=self._engine, allocated_before=before),
+            )
+            init(self, model_path, **kwargs)
+            self._require_adapter()
+        except BaseException:
+            self.close()
+            raise
+
+    def _require_adapter(self) -> None:
+        """Stock takes the NULL of an adapter that failed to load for one, and crashes when it is used."""
+        if self.lora_path and not self._lora_adapter:
+            raise ModelError(f"{self.lora_path}: llama.cpp cannot load it as a LoRA adapter for {self.model_path}; verbose=True shows why")
+
+    def expert_stats(self) -> ExpertStats:
+        """What streaming did so far.
+
+        Raises:
+            OptionError: the model was not loaded with ``expert_streaming``.
+            MoestreamError: the model is closed.
+        """
+        if self._engine is None:
+            raise OptionError("this model is not streamed: load it with expert_streaming=True for expert_stats()")
+        return self._engine.stats()
+
+    def close(self) -> None:
+        """Frees the model, its contexts and the expert cache. Further calls fail."""
+        super().close()
+        if self._engine is not None:
+            self._engine.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "expert_streaming": self._expert_streaming}
+
+
+Llama.__init__.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    [
+        *(p for p in _STOCK_PARAMETERS.values()),
+        *(p for n, p in inspect.signature(Llama.__init__).parameters.items() if n in ("expert_streaming", "load_progress")),
+    ]
+)

@@ -1,0 +1,72 @@
+"""What streaming did: counters of one model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+__all__ = ["ExpertStats"]
+
+_COUNTERS = ("tokens", "hits", "misses", "bytes_read", "read_s", "wait_s", "compute_s", "convert_s")
+
+
+@dataclass(frozen=True)
+class ExpertStats:
+    """Counters since the model was loaded, and the state of its expert cache.
+
+    Times are in seconds, sizes in bytes.
+    """
+
+    tokens: int
+    """Tokens that passed the experts of the first MoE layer."""
+    hits: int
+    """Experts found in memory, counted once per layer and batch."""
+    misses: int
+    """Experts that had to be read."""
+    bytes_read: int
+    """Read from the disk for experts, padding included."""
+    read_s: float
+    """With at least one read in flight."""
+    wait_s: float
+    """Computation blocked on experts."""
+    compute_s: float
+    """Expert kernels."""
+    convert_s: float
+    """CPU time spent on what arrived: interleaving, moving, checking."""
+    slots_used: int
+    slots_total: int
+    slot_bytes: int
+    """Of the largest slot."""
+    cache_bytes: int
+    """Of all slots: what the cache may grow to."""
+    dense_bytes: int
+    """Of the weights that stay in memory, as they are in the file."""
+    expert_bytes: int
+    """Of all experts in the file."""
+    resident_bytes: int
+    """Dense weights and the slots used."""
+    bytes_on_disk: int
+    reader: str
+    direct: bool
+    kernels: str
+    """``"plain"``, ``"interleaved"``, or ``"mixed"`` where ggml interleaves only some of the matrices."""
+    notes: tuple[str, ...]
+    """What was chosen and why, in sentences."""
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of experts found in memory; 0 before the first."""
+        return self.hits / (self.hits + self.misses) if self.hits + self.misses else 0.0
+
+    @property
+    def read_bandwidth(self) -> float:
+        """Bytes per second while reading; 0 before the first read."""
+        return self.bytes_read / self.read_s if self.read_s else 0.0
+
+    def since(self, earlier: ExpertStats) -> ExpertStats:
+        """These stats with the counters of ``earlier`` subtracted."""
+        return replace(self, **{name: getattr(self, name) - getattr(earlier, name) for name in _COUNTERS})
+
+    def as_dict(self) -> dict[str, object]:
+        """Everything, derived figures included, ready for JSON."""
+        values: dict[str, object] = {field.name: getattr(self, field.name) for field in fields(self)}
+        return values | {"hit_rate": self.hit_rate, "read_bandwidth": self.read_bandwidth, "notes": list(self.notes)}
