@@ -104,7 +104,7 @@ static int mapping_acquire(struct ms_store *store, int layer, const int32_t *exp
     free(resident);
     int rc = 0;
     for (int m = 0; m < l->n_matrices && rc == 0; m++) {
-        if (bytes && (m == 0 || l->matrices[m].file != l->matrices[m - 1].file)) rc = ms_source_check(mapping->source, l->matrices[m].file, err, errlen);
+        if (m == 0 || l->matrices[m].file != l->matrices[m - 1].file) rc = ms_source_check(mapping->source, l->matrices[m].file, err, errlen);
         for (int i = 0; i < n && rc == 0; i++) {
             rc = populate(mapping, &l->matrices[m], experts[i], err, errlen);
             if (rc == 0 && mapping->verify)

@@ -8,6 +8,7 @@
 
 #include "message.h"
 #include "reader.h"
+#include "thread.h"
 
 struct pread_reader {
     struct ms_reader base;
@@ -79,7 +80,7 @@ int ms_reader_pread_open(int n_threads, struct ms_reader **out, char *err, size_
     pthread_cond_init(&reader->wanted, NULL);
     reader->last = &reader->first;
     for (int i = 0; i < n_threads; i++) {
-        int rc = pthread_create(&reader->threads[i], NULL, serve, reader);
+        int rc = ms_thread_start(&reader->threads[i], serve, reader);
         if (rc && i == 0) {
             pread_close(&reader->base);
             return ms_fail(-rc, err, errlen, "cannot start a reading thread: %s", strerror(rc));

@@ -9,6 +9,7 @@
 
 #include "message.h"
 #include "reader.h"
+#include "thread.h"
 
 #ifdef __linux__
 #include <linux/io_uring.h>
@@ -207,7 +208,7 @@ int ms_reader_uring_open(int depth, struct ms_reader **out, char *err, size_t er
         reader->cq_tail = (unsigned *)(memory + params.cq_off.tail);
         reader->cq_mask = (unsigned *)(memory + params.cq_off.ring_mask);
         reader->cqes = (struct io_uring_cqe *)(memory + params.cq_off.cqes);
-        rc = pthread_create(&reader->reaper, NULL, reap, reader);
+        rc = ms_thread_start(&reader->reaper, reap, reader);
     }
     if (rc) {
         unmap(reader);

@@ -25,11 +25,12 @@
 
 #include "clock.h"
 #include "ggml.h"
+#include "huge_pages.h"
 #include "message.h"
 #include "policy.h"
 #include "store.h"
+#include "thread.h"
 
-#define HUGE_PAGE ((size_t)2 << 20)
 #define CACHE_LINE ((size_t)64)
 
 enum state { EMPTY, LOADING, READY, FAILED };
@@ -49,6 +50,7 @@ struct slot {
 };
 
 struct class {
+    struct slots *pool;
     size_t slot_bytes;
     uint64_t n_experts; /* that may want a slot here */
     int n_minimum;
@@ -88,6 +90,7 @@ struct slots {
     pthread_cond_t changed; /* a slot became ready, failed or idle; something arrived */
     struct slot *arrivals, **last_arrival;
     bool closing;
+    struct ms_huge_pages *huge_pages;
     bool has_converter;
     pthread_t converter;
     uint8_t *waiter_scratch; /* free for one waiting thread at a time */
@@ -506,26 +509,44 @@ static void lay_out(struct slots *pool, int layer, const struct ms_interleaving 
 /* Reserves the slots' memory on a huge-page boundary; pages come with the reads. */
 static int reserve(struct class *class, char *err, size_t errlen) {
     size_t bytes = (size_t)class->n_slots * class->slot_bytes;
-    class->memory_bytes = round_up(bytes, HUGE_PAGE) + HUGE_PAGE;
+    class->memory_bytes = round_up(bytes, MS_HUGE_PAGE_BYTES) + MS_HUGE_PAGE_BYTES;
     uint8_t *memory = mmap(NULL, class->memory_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED)
         return ms_fail(-ENOMEM, err, errlen, "cannot reserve %zu bytes for the expert cache: %s; give a smaller cache", bytes, strerror(errno));
-    uint8_t *aligned = (uint8_t *)round_up((size_t)memory, HUGE_PAGE);
+    uint8_t *aligned = (uint8_t *)round_up((size_t)memory, MS_HUGE_PAGE_BYTES);
     if (aligned > memory) munmap(memory, (size_t)(aligned - memory));
-    size_t tail = class->memory_bytes - (size_t)(aligned - memory) - round_up(bytes, HUGE_PAGE);
-    if (tail) munmap(aligned + round_up(bytes, HUGE_PAGE), tail);
+    size_t tail = class->memory_bytes - (size_t)(aligned - memory) - round_up(bytes, MS_HUGE_PAGE_BYTES);
+    if (tail) munmap(aligned + round_up(bytes, MS_HUGE_PAGE_BYTES), tail);
     class->memory = aligned;
-    class->memory_bytes = round_up(bytes, HUGE_PAGE);
-#ifdef MADV_HUGEPAGE
-    /* not the tail of the last huge page: the budget is a promise */
-    size_t whole = bytes / HUGE_PAGE * HUGE_PAGE;
-    if (whole) madvise(class->memory, whole, MADV_HUGEPAGE);
-#endif
+    class->memory_bytes = round_up(bytes, MS_HUGE_PAGE_BYTES);
     return 0;
+}
+
+/* For huge_pages: has every slot in this part of a class arrived? */
+static bool is_full(void *context, size_t offset, size_t bytes) {
+    const struct class *class = context;
+    size_t first = offset / class->slot_bytes, last = (offset + bytes - 1) / class->slot_bytes;
+    bool full = true;
+    pthread_mutex_lock(&class->pool->mutex);
+    for (size_t s = first; s <= last && s < (size_t)class->n_slots; s++) full = full && class->slots[s].state == READY;
+    pthread_mutex_unlock(&class->pool->mutex);
+    return full;
+}
+
+static void start_huge_pages(struct slots *pool) {
+    struct ms_huge_range *ranges = calloc((size_t)pool->n_classes, sizeof *ranges);
+    for (int c = 0; ranges && c < pool->n_classes; c++) {
+        struct class *class = &pool->classes[c];
+        /* not the tail of the last huge page: the budget is a promise */
+        ranges[c] = (struct ms_huge_range){.memory = class->memory, .bytes = (size_t)class->n_slots * class->slot_bytes, .full = is_full, .context = class};
+    }
+    if (ranges) pool->huge_pages = ms_huge_pages_start(ranges, pool->n_classes);
+    free(ranges);
 }
 
 static void slots_close(struct ms_store *store) {
     struct slots *pool = (struct slots *)store;
+    ms_huge_pages_stop(pool->huge_pages);
     if (pool->has_converter) {
         pthread_mutex_lock(&pool->mutex);
         pool->closing = true;
@@ -549,6 +570,7 @@ static void slots_close(struct ms_store *store) {
 }
 
 static int build_class(struct slots *pool, struct class *class, char *err, size_t errlen) {
+    class->pool = pool;
     class->n_idle = class->n_slots;
     class->slots = calloc((size_t)class->n_slots, sizeof(struct slot));
     class->policy = ms_policy_lru(class->n_slots);
@@ -593,19 +615,20 @@ int ms_slots_open(struct ms_source *source, struct ms_reader *reader, const stru
     for (int c = 0; c < pool->n_classes && rc == 0; c++) rc = build_class(pool, &pool->classes[c], err, errlen);
     if (rc == 0 && pool->scratch_bytes) {
         pool->waiter_scratch = malloc(pool->scratch_bytes);
-        pool->has_converter = pool->waiter_scratch && pthread_create(&pool->converter, NULL, converter, pool) == 0;
+        pool->has_converter = pool->waiter_scratch && ms_thread_start(&pool->converter, converter, pool) == 0;
         if (!pool->has_converter) rc = ms_fail(-ENOMEM, err, errlen, "out of memory for interleaving experts on arrival");
     }
     if (rc < 0) {
         slots_close(&pool->base);
         return rc;
     }
+    start_huge_pages(pool);
     *out = &pool->base;
     return 0;
 }
 
 int ms_check_weights(const struct ms_source *source, const struct ms_matrix *matrix, int expert, const void *data, char *err, size_t errlen) {
     if (ggml_validate_row_data((enum ggml_type)matrix->type, data, matrix->slice_bytes)) return 0;
-    return ms_fail(-EBADMSG, err, errlen, "%s: expert %d of %s holds no valid weights (NaN or infinite scales); the file is damaged, download it again",
-                   source->files[matrix->file].path, expert, matrix->name);
+    return ms_fail(-EBADMSG, err, errlen, "%s: expert %d of %s at offset %llu (%zu bytes) holds no valid weights (NaN or infinite scales); the file is damaged, download it again",
+                   source->files[matrix->file].path, expert, matrix->name, (unsigned long long)(matrix->offset + (uint64_t)expert * matrix->slice_bytes), matrix->slice_bytes);
 }

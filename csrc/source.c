@@ -171,7 +171,7 @@ static int add_expert_tensor(struct ms_source *source, int block, int file, uint
     const char *path = source->files[file].path;
     struct ms_layer *layer = layer_of_block(source, block);
     if (!layer) return ms_fail(-ENOMEM, err, errlen, "out of memory for the table of experts");
-    if (tensor->ne[3] != 1 || tensor->ne[2] < 1 || tensor->ne[2] > INT32_MAX)
+    if (tensor->ne[0] < 1 || tensor->ne[1] < 1 || tensor->ne[3] != 1 || tensor->ne[2] < 1 || tensor->ne[2] > INT32_MAX)
         return ms_fail(-EINVAL, err, errlen, "%s: tensor %s has shape %lld x %lld x %lld x %lld, expected columns x rows x experts", path, tensor->name,
                        (long long)tensor->ne[0], (long long)tensor->ne[1], (long long)tensor->ne[2], (long long)tensor->ne[3]);
     if (layer->n_matrices == MS_MAX_MATRICES) return ms_fail(-EINVAL, err, errlen, "%s: block %d has more expert tensors than gate, up and down", path, block);
@@ -283,6 +283,11 @@ static int add_first_file(struct ms_source *source, const struct gguf_context *g
     if (!source->architecture[0]) return ms_fail(-EINVAL, err, errlen, "%s: the header has no general.architecture; it is not a language model", path);
     if (find_architecture_unsigned(source, gguf, "block_count", &value)) source->n_blocks = (int)value;
     if (find_architecture_unsigned(source, gguf, "expert_used_count", &value)) source->n_experts_used = (int)value;
+    for (int64_t i = 0; i < gguf_get_n_kv(gguf); i++) { /* gguf_set_kv aborts on what a NUL inside a key makes of it */
+        const char *key = gguf_get_key(gguf, i);
+        if (!key[0] || gguf_find_key(gguf, key) != i)
+            return ms_fail(-EINVAL, err, errlen, "%s: the GGUF header is damaged: key %lld (\"%s\") holds a zero byte; download or convert the model again", path, (long long)i, key);
+    }
     gguf_set_kv(header, gguf);
     gguf_remove_key(header, "split.no");
     gguf_remove_key(header, "split.count");
@@ -327,7 +332,7 @@ int ms_source_open(const char *path, struct ms_source **out, char *err, size_t e
         if (rc < 0) goto end;
     }
     if (source->n_layers == 0) {
-        rc = ms_fail(-ENOTSUP, err, errlen, "%s: a dense model (%s) without experts, so there is nothing to stream; load it with expert_streaming=False", path, source->architecture);
+        rc = ms_fail(-ENOTSUP, err, errlen, "%s: a dense model (%s) without experts, so there is nothing to stream; load it with expert_streaming=False (--no-expert-streaming)", path, source->architecture);
         goto end;
     }
     if (source->n_experts_used <= 0) {

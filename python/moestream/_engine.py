@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -163,11 +165,21 @@ class Engine:
 
     # ---------------------------------------------------------------- afterwards
 
-    def raise_failure(self) -> None:
-        """Raises ExpertReadError if the last computation failed in the engine."""
-        message = ffi.new("char[]", MESSAGE_BYTES)
-        if lib.ms_engine_take_error(self._open, message, MESSAGE_BYTES):
-            raise ExpertReadError(text(message))
+    def require_open(self) -> None:
+        """Raises MoestreamError if the engine is closed."""
+        _ = self._open
+
+    @contextlib.contextmanager
+    def failures(self) -> Iterator[None]:
+        """Turns a computation that failed in the engine into its ExpertReadError."""
+        lib.ms_engine_take_error(self._open, ffi.NULL, 0)  # of a computation whose caller did not ask
+        try:
+            yield
+        except RuntimeError:
+            message = ffi.new("char[]", MESSAGE_BYTES)
+            if lib.ms_engine_take_error(self._open, message, MESSAGE_BYTES):
+                raise ExpertReadError(text(message)) from None
+            raise
 
     def stats(self) -> ExpertStats:
         s = lib.ms_engine_stats(self._open)

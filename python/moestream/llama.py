@@ -9,16 +9,18 @@ import inspect
 import logging
 import os
 import types
-from collections.abc import Callable
-from typing import Any
+import warnings
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import Any, Literal
 
 import llama_cpp
 from llama_cpp import _internals as stock_internals
 from llama_cpp import llama as stock_module
 
+from . import _hub
 from ._engine import Engine
 from ._native import lib, text
-from .errors import ModelError, OptionError
+from .errors import ExpertReadError, ModelError, OptionError
 from .memory import private_bytes
 from .options import ExpertStreaming
 from .stats import ExpertStats
@@ -109,13 +111,6 @@ class _StreamedModel(stock_internals.LlamaModel):
             self.model = None
 
 
-def _load_from_file_pointer(address: int, params: llama_cpp.llama_model_params) -> int | None:
-    load = llama_cpp.llama_cpp._lib.llama_model_load_from_file_ptr
-    load.argtypes = [ctypes.c_void_p, llama_cpp.llama_model_params]
-    load.restype = ctypes.c_void_p
-    return load(address, params)
-
-
 def _progress_callback(load_progress: Callable[[float], None], failure: list[BaseException]) -> Any:
     @llama_cpp.llama_progress_callback
     def progress(share: float, _: ctypes.c_void_p) -> bool:
@@ -133,7 +128,10 @@ def _last_cause(errors: list[str]) -> str:
     """The first error line, without llama.cpp's function name: the later ones only say that loading failed."""
     if not errors:
         return "no reason given; verbose=True shows its log"
-    return errors[0].removeprefix("llama_model_load: ").removeprefix("error loading model: ")
+    cause = errors[0]
+    for prefix in ("llama_model_load: ", "error loading model: ", "llama_adapter_lora_init: ", "failed to apply lora adapter: "):
+        cause = cause.removeprefix(prefix)
+    return cause
 
 
 class _StreamedContext(stock_internals.LlamaContext):
@@ -146,18 +144,12 @@ class _StreamedContext(stock_internals.LlamaContext):
         engine.start(untouched=max(0, (allocated - allocated_then) - (resident - resident_then)))
 
     def decode(self, batch: stock_internals.LlamaBatch) -> None:
-        try:
+        with self._engine.failures():
             super().decode(batch)
-        except RuntimeError:
-            self._engine.raise_failure()
-            raise
 
     def encode(self, batch: stock_internals.LlamaBatch) -> None:
-        try:
+        with self._engine.failures():
             super().encode(batch)
-        except RuntimeError:
-            self._engine.raise_failure()
-            raise
 
 
 def _stock_init(model_class: Any, context_class: Any) -> Callable[..., None]:
@@ -189,6 +181,12 @@ def _expert_count_override(kv_overrides: dict[str, Any] | None) -> int:
         if key.endswith(".expert_used_count") and isinstance(value, int):
             return value
     return 0
+
+
+def _refuse_unknown(keywords: Iterable[str], known: Container[str]) -> None:
+    for name in keywords:
+        if name not in known:
+            raise OptionError(f"unknown keyword {name!r}; see help(moestream.Llama)")
 
 
 class Llama(llama_cpp.Llama):
@@ -226,9 +224,7 @@ class Llama(llama_cpp.Llama):
         self._expert_streaming = expert_streaming
         self._stack = contextlib.ExitStack()
         self._sampler = None
-        unknown = [name for name in kwargs if name not in _STOCK_PARAMETERS]
-        if unknown:
-            raise OptionError(f"unknown keyword {unknown[0]!r}; see help(moestream.Llama)")
+        _refuse_unknown(kwargs, _STOCK_PARAMETERS)
         if not isinstance(expert_streaming, (bool, ExpertStreaming)):
             raise OptionError(f"expert_streaming={expert_streaming!r}: expected True, False or ExpertStreaming(...)")
         if expert_streaming is False:
@@ -250,16 +246,78 @@ class Llama(llama_cpp.Llama):
                 functools.partial(_StreamedModel, engine=self._engine, load_progress=load_progress),
                 functools.partial(_StreamedContext, engine=self._engine, allocated_before=before),
             )
-            init(self, model_path, **kwargs)
-            self._require_adapter()
+            errors: list[str] = []
+            with _collected_errors(errors, forward=True) if kwargs.get("lora_path") else contextlib.nullcontext():
+                init(self, model_path, **kwargs)
+            self._require_adapter(errors)
         except BaseException:
             self.close()
             raise
 
-    def _require_adapter(self) -> None:
+    def _require_adapter(self, errors: list[str]) -> None:
         """Stock takes the NULL of an adapter that failed to load for one, and crashes when it is used."""
         if self.lora_path and not self._lora_adapter:
-            raise ModelError(f"{self.lora_path}: llama.cpp cannot load it as a LoRA adapter for {self.model_path}; verbose=True shows why")
+            raise ModelError(f"{self.lora_path}: llama.cpp cannot load it as a LoRA adapter for {self.model_path}: {_last_cause(errors)}")
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        repo_id: str,
+        filename: str | None,
+        additional_files: list[str] | None = None,
+        local_dir: str | os.PathLike[str] | None = None,
+        local_dir_use_symlinks: bool | Literal["auto"] = "auto",
+        cache_dir: str | os.PathLike[str] | None = None,
+        **kwargs: Any,
+    ) -> Llama:
+        """A model from the Hugging Face Hub, downloaded unless it was before.
+
+        Args:
+            repo_id: ``"user/repo"``.
+            filename: The file in it, or a glob pattern that matches one. Of a
+                split model all shards are downloaded. None takes the Q4_K_M,
+                else the first.
+            additional_files: More names or patterns of files to download.
+            local_dir: The folder to download to, instead of the Hub's cache.
+            local_dir_use_symlinks: Has had no effect since huggingface_hub 0.23.
+            cache_dir: The Hub's cache, if it is elsewhere than usual.
+            **kwargs: As for :class:`Llama`.
+
+        Raises:
+            OptionError: an unknown keyword, before anything is downloaded.
+            ModelError: no such repository or file, or no connection.
+        """
+        _refuse_unknown(kwargs, {*_STOCK_PARAMETERS, *_OWN_PARAMETERS} - {"model_path"})
+        if local_dir_use_symlinks != "auto":
+            warnings.warn("local_dir_use_symlinks has had no effect since huggingface_hub 0.23", DeprecationWarning, stacklevel=2)
+        folders = {"local_dir": local_dir, "cache_dir": cache_dir}
+        files = _hub.list_files(repo_id, **folders)
+        if filename is None:
+            chosen = _hub.choose_files(repo_id, files)
+        else:
+            chosen = _hub.split_set(_hub.matching_file(repo_id, files, filename))
+        chosen += [_hub.matching_file(repo_id, files, name) for name in additional_files or ()]
+        paths = _hub.download(repo_id, list(dict.fromkeys(chosen)), **folders)
+        return cls(model_path=str(paths[0]), **kwargs)
+
+    def eval(self, tokens: Sequence[int]) -> None:
+        """As :meth:`llama_cpp.Llama.eval`; later calls do not build upon what a failed one leaves behind.
+
+        Raises:
+            ExpertReadError: experts could not be read. Models with a recurrent state
+                lose their context with it: call :meth:`reset` before another ``eval``.
+            MoestreamError: the model is closed.
+        """
+        if self._engine is not None:
+            self._engine.require_open()
+        try:
+            super().eval(tokens)
+        except ExpertReadError:
+            self._requires_eval = True  # the context's logits are not those of the last token evaluated
+            if llama_cpp.llama_memory_seq_pos_max(self._ctx.memory, 0) + 1 < self.n_tokens:
+                # a recurrent state cannot go back a token, so llama.cpp dropped it: no prompt is a continuation of it
+                self.input_ids[: self.n_tokens] = -1
+            raise
 
     def expert_stats(self) -> ExpertStats:
         """What streaming did so far.
@@ -282,9 +340,11 @@ class Llama(llama_cpp.Llama):
         return {**super().__getstate__(), "expert_streaming": self._expert_streaming}
 
 
+_OWN_PARAMETERS = ("expert_streaming", "load_progress")
+
 Llama.__init__.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
     [
         *(p for p in _STOCK_PARAMETERS.values()),
-        *(p for n, p in inspect.signature(Llama.__init__).parameters.items() if n in ("expert_streaming", "load_progress")),
+        *(p for n, p in inspect.signature(Llama.__init__).parameters.items() if n in _OWN_PARAMETERS),
     ]
 )

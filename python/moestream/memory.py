@@ -28,7 +28,7 @@ def parse_size(text: str | int) -> int:
     if isinstance(text, int):
         size = text
     else:
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?I?)B?", text, re.IGNORECASE)
+        match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMGT]?I?)B?", text, re.IGNORECASE)
         if not match or match[2].upper() not in _UNITS:
             raise OptionError(f"size {text!r}: expected a number and a unit without blanks, such as '3GiB', '512MiB' or '2G'")
         size = int(float(match[1]) * _UNITS[match[2].upper()])

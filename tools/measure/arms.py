@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import select
+import signal
 import statistics
 import subprocess
 import sys
@@ -29,26 +30,22 @@ import numpy as np
 from .cgroup import LimitedGroup
 from .figure import MeasurementError
 
-__all__ = ["Arm", "Feed", "Session", "whole_pool", "zipf_stream"]
+__all__ = ["Arm", "Feed", "Session", "random_prompt", "zipf_stream"]
 
 # Drawing from few ids by a Zipf law makes some tokens frequent, as text does: their experts are cached, the others are not.
-POOL_IDS = 400
+STREAM_IDS = 400
 ZIPF_EXPONENT = 1.3
 
 
 def zipf_stream(*, tokens: int, vocabulary: int, seed: int = 1) -> list[int]:
     """Token ids whose frequency follows a Zipf law over 400 ids."""
-    ranks = np.minimum(np.random.default_rng(seed).zipf(ZIPF_EXPONENT, tokens), POOL_IDS)
-    return [int(id) for id in _id_of_rank(ranks, vocabulary)]
+    ranks = np.minimum(np.random.default_rng(seed).zipf(ZIPF_EXPONENT, tokens), STREAM_IDS)
+    return [int(id) for id in ranks * 7 % vocabulary]
 
 
-def whole_pool(*, vocabulary: int) -> list[int]:
-    """Every id that `zipf_stream` can give, once: as a prompt it takes all experts that such a stream needs."""
-    return sorted({int(id) for id in _id_of_rank(np.arange(1, POOL_IDS + 1), vocabulary)})
-
-
-def _id_of_rank(ranks: np.ndarray, vocabulary: int) -> np.ndarray:
-    return ranks * 7 % vocabulary
+def random_prompt(*, tokens: int, vocabulary: int, seed: int = 1) -> list[int]:
+    """Token ids from all of the vocabulary: a hundred of them already ask for nearly all experts."""
+    return [int(id) for id in np.random.default_rng(seed).integers(vocabulary, size=tokens)]
 
 
 @dataclass(frozen=True)
@@ -156,7 +153,9 @@ class Session:
                 raise MeasurementError(f"{self._name()} gave no answer within {timeout_s:.0f} s")
             read = os.read(pipe, 1 << 16)
             if not read:
-                raise MeasurementError(f"{self._name()} ended with {self._process.wait()}: {self._last_words()}")
+                status = self._process.wait()
+                how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with {status}"
+                raise MeasurementError(f"{self._name()} {how}: {self._last_words()}")
             self._unread += read
         line, _, self._unread = self._unread.partition(b"\n")
         return json.loads(line)
@@ -172,7 +171,7 @@ class Session:
 
     def _last_words(self) -> str:
         self._words.seek(0)
-        return self._words.read().strip()[-600:] or "(it said nothing: killed, perhaps for memory)"
+        return self._words.read().strip()[-600:] or "(it said nothing)"
 
     def _end(self) -> None:
         with contextlib.suppress(BrokenPipeError):

@@ -105,9 +105,9 @@ def drop_caches(path: Path) -> None:
     Raises:
         MeasurementError: some of the file stayed, because another process holds it mapped.
     """
-    # Dirty pages cannot be dropped.
-    os.sync()
     with open(path, "rb") as file:
+        # Dirty pages cannot be dropped.
+        os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     if os.geteuid() == 0:
         Path("/proc/sys/vm/drop_caches").write_text("3\n")

@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
+from .._log import forward_llama_cpp_log
 from ..errors import MoestreamError
 from . import generate, inspect
 from ._output import versions
@@ -26,6 +27,7 @@ __all__ = ["main"]
 
 _COMMANDS = {"generate": generate, "inspect": inspect}
 _LOG_LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
+_LLAMA_CPP_LOG_LEVELS = (logging.CRITICAL, logging.CRITICAL, logging.INFO, logging.DEBUG)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -76,18 +78,21 @@ def _parser() -> argparse.ArgumentParser:
             "--verbose",
             action="count",
             default=0,
-            help="log what happens, and show tracebacks; twice: llama.cpp's log too",
+            help="log what happens, and show tracebacks; twice: llama.cpp's log too; three times: its debug log",
         )
     return parser
 
 
 def _log_to_stderr(verbose: int) -> None:
     handler = _LogHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("moestream: %(levelname)s: %(message)s"))
+    handler.setFormatter(logging.Formatter("%(name)s: %(levelname)s: %(message)s"))
     logger = logging.getLogger("moestream")
     logger.handlers[:] = [handler]
     logger.propagate = False
     logger.setLevel(_LOG_LEVELS[min(verbose, len(_LOG_LEVELS) - 1)])
+    # What goes wrong in llama.cpp is told by the exception that follows; its own lines are for those who ask.
+    logging.getLogger("moestream.llama_cpp").setLevel(_LLAMA_CPP_LOG_LEVELS[min(verbose, 3)])
+    forward_llama_cpp_log()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

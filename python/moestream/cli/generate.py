@@ -12,6 +12,7 @@ import codecs
 import contextlib
 import logging
 import os
+import re
 import secrets
 import sys
 import time
@@ -21,7 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from .. import memory
-from ..errors import MoestreamError, OptionError
+from .._hub import split_set
+from ..errors import ModelError, MoestreamError, OptionError
 from ._interrupt import INTERRUPTED, Interrupt
 from ._model import add_model_arguments, locate
 from ._output import print_json, progress_bar
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from llama_cpp import LogitsProcessorList
 
-    from .. import ExpertStats, Llama
+    from .. import ExpertStats, ExpertStreaming, Llama
 
 _FLOAT_TYPES = ("f32", "f16", "bf16")
 CACHE_TYPES = (*_FLOAT_TYPES, "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
@@ -104,6 +106,7 @@ def generate(
     hf_file: str | None = None,
     prompt: str | None = None,
     file: str | os.PathLike[str] | None = None,
+    escape: bool = True,
     n_predict: int = 128,
     ctx_size: int = 4096,
     threads: int | None = None,
@@ -141,6 +144,7 @@ def generate(
         hf_file: The file in that repository.
         prompt: The text to continue.
         file: Instead of `prompt`, a file that holds it. One newline at its end is not part of the prompt.
+        escape: Replace \\n, \\r, \\t, \\', \\", \\\\ and \\x41 in the prompt by what they stand for, as llama.cpp does.
         n_predict: Tokens to write at most; -1 writes until the text ends or the context is full; 0 writes nothing.
         ctx_size: Tokens that prompt and text may have together; 0 is what the model was trained with.
         threads: Threads of decode, by default one per physical core this process may use.
@@ -170,9 +174,11 @@ def generate(
     Raises:
         MoestreamError: The options or the model are no good, or the prompt could not be evaluated.
     """
-    from .. import ExpertStreaming, Llama, describe
+    from .. import ExpertStreaming, describe
 
-    text = _prompt_text(prompt, file)
+    text = _prompt_text(prompt, file).encode(errors="surrogateescape")
+    if escape:
+        text = unescape(text)
     _check_sizes(n_predict, ctx_size, threads, threads_batch, batch_size, ubatch_size)
     _check_sampling(temp, repeat_penalty, repeat_last_n, seed)
     type_k, type_v = _ggml_type(cache_type_k), _ggml_type(cache_type_v)
@@ -186,14 +192,17 @@ def generate(
             "--no-expert-streaming leaves no use for --expert-cache, --kernels, --reader, --direct and --verify"
         )
     path = locate(model, hf_repo, hf_file)
-    bytes_on_disk = describe(path).bytes_on_disk
+    if expert_streaming:
+        bytes_on_disk = describe(path).bytes_on_disk
+    else:
+        bytes_on_disk = sum(shard.stat().st_size for shard in _shards(path))
     seed = secrets.randbelow(_SEED_END) if seed == -1 else seed
     threads = threads or _default_threads()
 
     started = time.perf_counter()
-    llm = Llama(
-        str(path),
-        expert_streaming=streaming if expert_streaming else False,
+    llm = _load(
+        path,
+        streaming if expert_streaming else None,
         load_progress=load_progress if expert_streaming else None,
         n_ctx=ctx_size,
         n_batch=batch_size,
@@ -209,7 +218,7 @@ def generate(
     )
     with contextlib.closing(llm):
         load_s = time.perf_counter() - started
-        prompt_tokens = llm.tokenize(text.encode(errors="surrogateescape"), add_bos=True, special=True)
+        prompt_tokens = llm.tokenize(text, add_bos=True, special=True)
         room = _room(len(prompt_tokens), n_ctx=len(llm.input_ids), n_predict=n_predict)
         logits_processor = _without_ends(llm) if ignore_eos else None
         stats = [llm.expert_stats()] if expert_streaming else []
@@ -315,6 +324,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=128,
         metavar="N",
         help="tokens to write at most; -1: until the text or the context ends (default: %(default)s)",
+    )
+    text.add_argument(
+        "-e",
+        "--escape",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help=r"take \n, \t, \x41 and the like in the prompt for what they stand for (default: on)",
     )
     text.add_argument("--ignore-eos", action="store_true", help="write on where the model would end the text")
     text.add_argument("--json", action="store_true", help="print one JSON object: text, timings, statistics, versions")
@@ -439,6 +455,38 @@ def _prompt_text(prompt: str | None, file: str | os.PathLike[str] | None) -> str
         raise OptionError(f"cannot read the prompt file {file}: {exc.strerror}") from exc
     except UnicodeDecodeError as exc:
         raise OptionError(f"the prompt file {file} is not UTF-8 text (byte {exc.start})") from exc
+
+
+def unescape(text: bytes) -> bytes:
+    r"""A prompt with \n, \r, \t, \', \", \\ and \x41 replaced by what they stand for; other backslashes stay, as in llama.cpp."""
+    letters = {b"n": b"\n", b"r": b"\r", b"t": b"\t"}
+
+    def meant(match: re.Match[bytes]) -> bytes:
+        escaped = match[1]
+        return bytes([int(escaped[1:], 16)]) if len(escaped) > 1 else letters.get(escaped, escaped)
+
+    return re.sub(rb"""\\(x[0-9a-fA-F]{2}|[nrt'"\\])""", meant, text)
+
+
+def _load(path: Path, streaming: ExpertStreaming | None, **options: Any) -> Llama:
+    from .. import Llama
+
+    if streaming is not None:
+        return Llama(str(path), expert_streaming=streaming, **options)
+    try:
+        return Llama(str(path), **options)
+    except MoestreamError:
+        raise
+    except ValueError as exc:  # all that llama_cpp.Llama says when llama.cpp cannot load a file or make a context
+        raise ModelError(f"{exc} (-vv shows llama.cpp's log)") from exc
+
+
+def _shards(path: Path) -> list[Path]:
+    """The files of the model whose first file is `path`."""
+    paths = [path.with_name(name) for name in split_set(path.name)]
+    if missing := [path for path in paths if not path.is_file()]:
+        raise ModelError(f"{missing[0]}: {'is a directory' if missing[0].is_dir() else 'no such file'}")
+    return paths
 
 
 def _check_sizes(

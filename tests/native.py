@@ -1,0 +1,233 @@
+"""The C core's inner modules, as its own headers declare them: the cache without a model, readers without a cache."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import random
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from cffi import FFI
+
+import moestream
+from moestream._native import MESSAGE_BYTES
+
+__all__ = ["PythonReader", "Store", "direct", "failure", "ffi", "interleaving", "lib", "opened", "reader", "store"]
+
+CSRC = Path(__file__).resolve().parent.parent / "csrc"
+HEADERS = ("source.h", "kernels.h", "policy.h", "reader.h", "store.h")
+
+
+def _declarations(header: str) -> str:
+    """The header as cffi reads it: numeric macros filled in, then without preprocessor lines and comments."""
+    header = re.sub(r"/\*.*?\*/", "", header, flags=re.DOTALL)
+    numbers = dict(re.findall(r"^#define (\w+) (\d+)\s*$", header, re.MULTILINE))
+    lines = "\n".join(line for line in header.splitlines() if not line.startswith("#"))
+    for name, number in numbers.items():
+        lines = re.sub(rf"\b{name}\b", number, lines)
+    return lines
+
+
+ffi = FFI()
+ffi.cdef("\n".join(_declarations((CSRC / name).read_text()) for name in HEADERS))
+lib: Any = ffi.dlopen(str(next(Path(moestream.__file__).parent.glob("libmoestream.*"))))
+
+
+class _Failure(AssertionError):
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(f"{os.strerror(-code)} ({code}): {message}")
+        self.code = code
+        self.message = message
+
+
+def called(function: Callable[..., int], *args: Any) -> None:
+    """Calls a function that ends in (err, errlen); a negative return is an AssertionError with `code` and `message`."""
+    message = ffi.new("char[]", MESSAGE_BYTES)
+    code = function(*args, message, MESSAGE_BYTES)
+    if code < 0:
+        raise _Failure(code, ffi.string(message).decode())
+
+
+def failure(function: Callable[..., Any], *args: Any) -> tuple[int, str]:
+    """What a call fails with: (-errno, sentence)."""
+    try:
+        function(*args)
+    except _Failure as error:
+        return error.code, error.message
+    raise AssertionError("the call succeeded")
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """The `struct ms_source` of a model."""
+    out = ffi.new("struct ms_source **")
+    called(lib.ms_source_open, str(path).encode(), out)
+    try:
+        yield out[0]
+    finally:
+        lib.ms_source_close(out[0])
+
+
+def direct(source: Any) -> bool:
+    """Makes the source read past the page cache; False where its file system refuses."""
+    return lib.ms_source_use_direct(source, ffi.NULL, 0) == 0
+
+
+@contextlib.contextmanager
+def interleaving(source: Any) -> Iterator[Any]:
+    """The `struct ms_interleaving` of a source; NULL where this build of ggml interleaves nothing."""
+    out = ffi.new("struct ms_interleaving **")
+    called(lib.ms_interleaving_open, source, out)
+    try:
+        yield out[0]
+    finally:
+        lib.ms_interleaving_close(out[0])
+
+
+@contextlib.contextmanager
+def reader(name: str, workers: int = 8) -> Iterator[Any]:
+    """A real `struct ms_reader`: "uring" (with `workers` as its depth) or "pread" (with as many threads)."""
+    out = ffi.new("struct ms_reader **")
+    called(getattr(lib, f"ms_reader_{name}_open"), workers, out)
+    try:
+        yield out[0]
+    finally:
+        out[0].close(out[0])
+
+
+class PythonReader:
+    """A `struct ms_reader` that completes reads as a test wants: any order, late, with errors.
+
+    Args:
+        shuffle: Completes what is pending in random order.
+        fails: Asked for each read (its file offset); a negative errno instead of 0 is what the read ends with, and
+            nothing is read.
+        late_s: Seconds before each completion.
+    """
+
+    def __init__(self, *, shuffle: random.Random | None = None, fails: Callable[[int], int] | None = None, late_s: float = 0) -> None:
+        self.struct = ffi.new("struct ms_reader *")
+        self.batches: list[list[tuple[int, int]]] = []  # per submit: (offset, size) of its reads
+        self.fails = fails or (lambda offset: 0)
+        self._shuffle = shuffle
+        self._late_s = late_s
+        self._pending: list[Any] = []
+        self._changed = threading.Condition()
+        self._closing = False
+        self._let_through = threading.Event()
+        self._let_through.set()
+        self._submit = ffi.callback("void(struct ms_reader *, struct ms_read *)", self._submitted)
+        self.struct.submit = self._submit
+        self._thread = threading.Thread(target=self._complete)
+        self._thread.start()
+
+    def hold(self) -> None:
+        """Completes nothing until `resume`."""
+        self._let_through.clear()
+
+    def resume(self) -> None:
+        self._let_through.set()
+
+    def wait_for_pending(self, n: int) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self._pending) >= n, timeout=10), f"{len(self._pending)} reads"
+
+    def close(self) -> None:
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self.resume()
+        self._thread.join()
+
+    def _submitted(self, reader: Any, read: Any) -> None:
+        reads = []
+        while read != ffi.NULL:
+            reads.append(read)
+            read = read.next
+        lib.ms_reader_began(reader, len(reads))
+        with self._changed:
+            self.batches.append([(r.offset, r.size_bytes) for r in reads])
+            self._pending += reads
+            self._changed.notify_all()
+
+    def _complete(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._pending or self._closing)
+                if not self._pending:
+                    return
+            self._let_through.wait()
+            if self._late_s:
+                threading.Event().wait(self._late_s)
+            with self._changed:
+                read = self._pending.pop(self._shuffle.randrange(len(self._pending)) if self._shuffle else 0)
+            status, n = self.fails(read.offset), 0
+            if status == 0:
+                n = os.preadv(read.fd, [ffi.buffer(read.destination, read.size_bytes)], read.offset)
+                assert n >= read.needed_bytes
+            lib.ms_reader_ended(self.struct, n)
+            read.done(read, status)
+
+
+class Store:
+    """A `struct ms_store` of slots, and what the files say should be in it."""
+
+    def __init__(self, source: Any, pointer: Any) -> None:
+        self.source = source
+        self._store = pointer
+
+    def capacity(self, layer: int) -> int:
+        return self._store.capacity(self._store, layer)
+
+    def acquire(self, layer: int, experts: Sequence[int]) -> list[int]:
+        indices = ffi.new("int32_t[]", max(1, len(experts)))
+        called(self._store.acquire, self._store, layer, ffi.new("int32_t[]", list(experts)), len(experts), indices)
+        return list(indices)[: len(experts)]
+
+    def release(self, layer: int, indices: Sequence[int]) -> None:
+        self._store.release(self._store, layer, ffi.new("int32_t[]", list(indices)), len(indices))
+
+    def counters(self) -> Any:
+        return self._store.counters(self._store)
+
+    def view(self, layer: int, matrix: int) -> Any:
+        return self._store.view(self._store, layer, matrix)
+
+    def held(self, layer: int, matrix: int, index: int) -> bytes:
+        """The bytes of one matrix at an index of the view."""
+        view = self.view(layer, matrix)
+        assert 0 <= index < view.n
+        slice_bytes = self.source.layers[layer].matrices[matrix].slice_bytes
+        return bytes(ffi.buffer(view.data + index * view.stride_bytes, slice_bytes))
+
+    def on_disk(self, layer: int, matrix: int, expert: int) -> bytes:
+        """The same bytes as the file has them."""
+        m = self.source.layers[layer].matrices[matrix]
+        return os.pread(self.source.files[m.file].fd, m.slice_bytes, m.offset + expert * m.slice_bytes)
+
+    def check(self, layer: int, experts: Sequence[int], indices: Sequence[int]) -> None:
+        """Asserts that every matrix of the experts is where `indices` say."""
+        assert len(set(indices)) == len(indices)
+        for expert, index in zip(experts, indices, strict=True):
+            for matrix in range(self.source.layers[layer].n_matrices):
+                assert self.held(layer, matrix, index) == self.on_disk(layer, matrix, expert), (layer, expert, matrix)
+
+
+@contextlib.contextmanager
+def store(source: Any, reader: Any, budget: int, *, interleaving: Any = ffi.NULL, verify: bool = False) -> Iterator[Store]:
+    """Slots of `budget` bytes, filled by a reader (`struct ms_reader`, or a `PythonReader`)."""
+    out = ffi.new("struct ms_store **")
+    pointer = reader.struct if isinstance(reader, PythonReader) else reader
+    options = {"budget_bytes": budget, "verify": verify, "wanted": ffi.NULL}
+    called(lib.ms_slots_open, source, pointer, interleaving, ffi.new("struct ms_slots_options *", options)[0], out)
+    faulthandler.dump_traceback_later(60, exit=True)  # a thread that waits in acquire for ever cannot be interrupted
+    try:
+        yield Store(source, out[0])
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        out[0].close(out[0])
