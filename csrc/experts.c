@@ -8,9 +8,10 @@
 #include "ggml-cpu.h"
 #include "message.h"
 
-/* ggml's MUL_MAT_ID keeps a table of (indices in the view) x (rows): larger
- * than this and it is worked in rounds. */
-#define WORK_TABLE_BYTES ((size_t)32 << 20)
+/* ggml's MUL_MAT_ID keeps a table of (indices in the view) x (rows). Where it
+ * would be larger than this the product is worked in rounds, whose gathered
+ * rows stay within the same bound. */
+#define WORK_BYTES ((size_t)8 << 20)
 #define ROW_ENTRY_BYTES ((size_t)8)
 #define LENT_NODES 8
 
@@ -191,6 +192,13 @@ static enum ggml_status compute_lent(struct ms_experts *experts, struct ms_store
     return status;
 }
 
+/* Size of ggml's table: the plain kernels reserve a row for every choice of
+ * every token, the interleaved ones a row for every token. */
+static size_t table_bytes(struct ms_view view, size_t n_indices, const struct ggml_tensor *ids) {
+    size_t rows = (size_t)ids->ne[1] * (view.prototype ? 1 : (size_t)ids->ne[0]);
+    return n_indices * (rows + 1) * ROW_ENTRY_BYTES;
+}
+
 /* ------------------------------------------------------------ all at once */
 
 static enum ggml_status compute_at_once(struct ms_experts *experts, struct ms_store *store, struct ggml_cgraph *graph, int begin, int end, int layer,
@@ -282,13 +290,15 @@ static int32_t rows_of(const struct ms_experts *experts, const struct ggml_tenso
 static enum ggml_status compute_in_rounds(struct ms_experts *experts, struct ms_store *store, struct ggml_tensor *node, const struct ms_expert_tensor *tensor,
                                           int n_wanted, int64_t *compute_ns, char *err, size_t errlen) {
     int capacity = store->capacity(store, tensor->layer);
-    size_t table_rows = WORK_TABLE_BYTES / ROW_ENTRY_BYTES / (size_t)store->view(store, tensor->layer, tensor->matrix).n;
+    size_t table_rows = WORK_BYTES / ROW_ENTRY_BYTES / (size_t)store->view(store, tensor->layer, tensor->matrix).n;
+    size_t gathered_rows = WORK_BYTES / sizeof(float) / (size_t)(node->src[1]->ne[0] + node->ne[0]);
+    size_t most_rows = table_rows < gathered_rows ? table_rows : gathered_rows;
     for (int first = 0; first < n_wanted;) {
         int n = 0;
         size_t rows = 0;
         while (first + n < n_wanted && n < capacity) {
             rows += (size_t)rows_of(experts, node->src[2], first + n);
-            if (n && rows > table_rows) break;
+            if (n && rows > most_rows) break;
             n++;
         }
         enum ggml_status status = compute_round(experts, store, node, tensor, first, n, compute_ns, err, errlen);
@@ -341,7 +351,8 @@ static enum ggml_status compute_run(struct ms_experts *experts, struct ms_store 
         if (store->acquire(store, tensor->layer, experts->wanted, n, experts->indices, err, errlen) < 0) return GGML_STATUS_FAILED;
         struct span span = span_of(experts->indices, n);
         enum ggml_status status = GGML_STATUS_SUCCESS;
-        bool fits = (size_t)span.n * (size_t)(ids->ne[0] * ids->ne[1]) * ROW_ENTRY_BYTES <= WORK_TABLE_BYTES || span.n <= layer->n_experts;
+        struct ms_view view = store->view(store, tensor->layer, tensor->matrix);
+        bool fits = span.n <= layer->n_experts || table_bytes(view, (size_t)span.n, ids) <= WORK_BYTES;
         if (fits) status = compute_at_once(experts, store, graph, begin, end, tensor->layer, ids, span, compute_ns, err, errlen);
         store->release(store, tensor->layer, experts->indices, n);
         if (fits) return status;
