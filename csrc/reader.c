@@ -11,11 +11,19 @@ static void lock(struct ms_reader *reader) {
 }
 static void unlock(struct ms_reader *reader) { __atomic_clear(&reader->counters_lock, __ATOMIC_RELEASE); }
 
-void ms_reader_began(struct ms_reader *reader, int n_reads) {
+struct ms_read **ms_reader_began(struct ms_reader *reader, struct ms_read **list) {
+    int n_reads = 0;
+    struct ms_read **end = list;
+    for (; *end; end = &(*end)->next) {
+        (*end)->got_bytes = 0;
+        n_reads++;
+    }
+    if (n_reads == 0) return NULL;
     lock(reader);
-    if (reader->in_flight == 0 && n_reads > 0) reader->busy_since_ns = ms_now_ns();
+    if (reader->in_flight == 0) reader->busy_since_ns = ms_now_ns();
     reader->in_flight += n_reads;
     unlock(reader);
+    return end;
 }
 
 void ms_reader_ended(struct ms_reader *reader, uint32_t bytes) {

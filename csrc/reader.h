@@ -25,6 +25,7 @@ struct ms_read {
     void *owner;
     /* the reader's own, from submit to done */
     uint32_t got_bytes;
+    uint32_t asked_bytes; /* in the kernel's hands now */
     struct ms_read *next;
 };
 
@@ -44,15 +45,16 @@ struct ms_reader {
     bool counters_lock;
 };
 
-/* depth: reads in flight at most. -ENOSYS or -EPERM where the kernel has no io_uring or forbids it. */
+/* depth: reads in flight at most; fewer where a few large ones keep the disk busy. -ENOSYS or -EPERM where the kernel has no io_uring or forbids it. */
 int ms_reader_uring_open(int depth, struct ms_reader **out, char *err, size_t errlen);
 int ms_reader_pread_open(int n_threads, struct ms_reader **out, char *err, size_t errlen);
 
 struct ms_reader_counters ms_reader_read_counters(struct ms_reader *reader);
 
-/* For implementations: count a read in and out, and decide what n bytes (or
- * -errno) mean for it. ms_reader_progress returns 1 if the read must go on. */
-void ms_reader_began(struct ms_reader *reader, int n_reads);
+/* For implementations: count reads in and out, and decide what n bytes (or
+ * -errno) mean for one. ms_reader_began returns the end of the list, to append
+ * to, or NULL if it is empty. ms_reader_progress returns 1 if the read must go on. */
+struct ms_read **ms_reader_began(struct ms_reader *reader, struct ms_read **list);
 void ms_reader_ended(struct ms_reader *reader, uint32_t bytes);
 int ms_reader_progress(struct ms_read *read, int64_t n, int *status);
 

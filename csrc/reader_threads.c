@@ -45,14 +45,8 @@ static void *serve(void *argument) {
 
 static void pread_submit(struct ms_reader *base, struct ms_read *list) {
     struct pread_reader *reader = (struct pread_reader *)base;
-    int n = 0;
-    struct ms_read **end = &list;
-    for (; *end; end = &(*end)->next) {
-        (*end)->got_bytes = 0;
-        n++;
-    }
-    if (!n) return;
-    ms_reader_began(base, n);
+    struct ms_read **end = ms_reader_began(base, &list);
+    if (!end) return;
     pthread_mutex_lock(&reader->mutex);
     *reader->last = list;
     reader->last = end;

@@ -2,8 +2,8 @@
  *
  * Whoever submits fills the submission ring under a lock and enters the
  * kernel; one thread sleeps in the kernel until something completes, so that
- * waiting costs no core. Reads beyond the depth wait in a list and go out as
- * others complete.
+ * waiting costs no core. Reads beyond what keeps the disk busy wait in a list
+ * and go out as others complete.
  */
 #include <errno.h>
 
@@ -21,6 +21,13 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+/* A disk that is given everything at once serves everything at once, and all
+ * of it arrives at the end. With just enough in flight to keep the disk busy,
+ * reads arrive one after the other and are interleaved or computed meanwhile:
+ * here a tenth more tokens per second at 864 KiB a read. */
+#define BUSY_BYTES ((size_t)6 << 20)
+#define BUSY_READS 6
+
 struct uring_reader {
     struct ms_reader base;
     int ring;
@@ -36,6 +43,7 @@ struct uring_reader {
     pthread_mutex_t mutex;
     struct ms_read *first, **last; /* not yet in the ring */
     int in_ring, depth;
+    size_t bytes_in_ring;
     int failed; /* -errno once the kernel refuses the ring itself */
 };
 
@@ -53,11 +61,15 @@ static struct io_uring_sqe *next_sqe(struct uring_reader *reader) {
 
 static void push_sqe(struct uring_reader *reader) { __atomic_store_n(reader->sq_tail, *reader->sq_tail + 1, __ATOMIC_RELEASE); }
 
-/* Moves as much as fits from the list into the ring. Mutex held. Returns the
+static bool has_room(const struct uring_reader *reader) {
+    return reader->in_ring < reader->depth && (reader->in_ring < BUSY_READS || reader->bytes_in_ring < BUSY_BYTES);
+}
+
+/* Moves as much as it should from the list into the ring. Mutex held. Returns the
  * reads that are to be failed because the kernel refuses the ring. */
 static struct ms_read *fill(struct uring_reader *reader) {
     unsigned n = 0;
-    while (reader->first && reader->in_ring < reader->depth) {
+    while (reader->first && has_room(reader)) {
         struct ms_read *read = reader->first;
         reader->first = read->next;
         if (!reader->first) reader->last = &reader->first;
@@ -66,10 +78,11 @@ static struct ms_read *fill(struct uring_reader *reader) {
         sqe->fd = read->fd;
         sqe->off = read->offset + read->got_bytes;
         sqe->addr = (uint64_t)(uintptr_t)(read->destination + read->got_bytes);
-        sqe->len = read->size_bytes - read->got_bytes;
+        sqe->len = read->asked_bytes = read->size_bytes - read->got_bytes;
         sqe->user_data = (uint64_t)(uintptr_t)read;
         push_sqe(reader);
         reader->in_ring++;
+        reader->bytes_in_ring += read->asked_bytes;
         n++;
     }
     while (n) {
@@ -87,6 +100,7 @@ static struct ms_read *fill(struct uring_reader *reader) {
         struct ms_read *read = (struct ms_read *)(uintptr_t)reader->sqes[tail & *reader->sq_mask].user_data;
         __atomic_store_n(reader->sq_tail, tail, __ATOMIC_RELEASE);
         reader->in_ring--;
+        reader->bytes_in_ring -= read->asked_bytes;
         read->next = refused;
         refused = read;
     }
@@ -106,14 +120,8 @@ static void fail_all(struct uring_reader *reader, struct ms_read *list) {
 
 static void uring_submit(struct ms_reader *base, struct ms_read *list) {
     struct uring_reader *reader = (struct uring_reader *)base;
-    int n = 0;
-    struct ms_read **end = &list;
-    for (; *end; end = &(*end)->next) {
-        (*end)->got_bytes = 0;
-        n++;
-    }
-    if (!n) return;
-    ms_reader_began(base, n);
+    struct ms_read **end = ms_reader_began(base, &list);
+    if (!end) return;
     pthread_mutex_lock(&reader->mutex);
     *reader->last = list;
     reader->last = end;
@@ -142,6 +150,7 @@ static void *reap(void *argument) {
         int status, again = ms_reader_progress(read, cqe.res, &status);
         pthread_mutex_lock(&reader->mutex);
         reader->in_ring--;
+        reader->bytes_in_ring -= read->asked_bytes;
         if (again) { /* the rest of it goes first */
             read->next = reader->first;
             if (!reader->first) reader->last = &read->next;

@@ -87,7 +87,8 @@ struct slots {
     struct layer_slots *layers;
     size_t scratch_bytes;
     pthread_mutex_t mutex;
-    pthread_cond_t changed; /* a slot became ready, failed or idle; something arrived */
+    pthread_cond_t changed; /* for acquire: a slot became ready, failed or idle, or something arrived */
+    pthread_cond_t arrived; /* for the converter, which need not wake for anything else */
     struct slot *arrivals, **last_arrival;
     bool closing;
     struct ms_huge_pages *huge_pages;
@@ -286,6 +287,7 @@ static void read_done(struct ms_read *read, int status) {
             pool->last_arrival = &slot->next_arrival;
         }
         slot->arrived[slot->n_arrived++] = matrix;
+        pthread_cond_signal(&pool->arrived);
         pthread_cond_broadcast(&pool->changed);
     } else {
         matrix_is_there(pool, slot, matrix, status);
@@ -300,7 +302,7 @@ static void *converter(void *argument) {
     pthread_mutex_lock(&pool->mutex);
     while (!pool->closing) {
         if (pool->arrivals && scratch) convert_one(pool, scratch);
-        else pthread_cond_wait(&pool->changed, &pool->mutex);
+        else pthread_cond_wait(&pool->arrived, &pool->mutex);
     }
     pthread_mutex_unlock(&pool->mutex);
     free(scratch);
@@ -441,10 +443,11 @@ static int slots_acquire(struct ms_store *store, int layer, const int32_t *exper
         pool->reader->submit(pool->reader, reads);
         pthread_mutex_lock(&pool->mutex);
     }
+    bool blocked = !all_there(class, indices, n);
     wait_until_there(pool, class, indices, n);
     for (int i = 0; i < n && rc == 0; i++)
         if (class->slots[indices[i]].state == FAILED) rc = describe_failure(pool, &class->slots[indices[i]], err, errlen);
-    if (misses || rc < 0) pool->counters.wait_ns += ms_now_ns() - begin;
+    if (blocked) pool->counters.wait_ns += ms_now_ns() - begin;
     if (rc < 0) release_locked(pool, layer, indices, n);
     pthread_mutex_unlock(&pool->mutex);
     return rc;
@@ -534,6 +537,7 @@ static bool is_full(void *context, size_t offset, size_t bytes) {
 }
 
 static void start_huge_pages(struct slots *pool) {
+    if (pool->n_classes <= 0) return;
     struct ms_huge_range *ranges = calloc((size_t)pool->n_classes, sizeof *ranges);
     for (int c = 0; ranges && c < pool->n_classes; c++) {
         struct class *class = &pool->classes[c];
@@ -550,7 +554,7 @@ static void slots_close(struct ms_store *store) {
     if (pool->has_converter) {
         pthread_mutex_lock(&pool->mutex);
         pool->closing = true;
-        pthread_cond_broadcast(&pool->changed);
+        pthread_cond_signal(&pool->arrived);
         pthread_mutex_unlock(&pool->mutex);
         pthread_join(pool->converter, NULL);
     }
@@ -563,6 +567,7 @@ static void slots_close(struct ms_store *store) {
     for (int l = 0; pool->layers && l < pool->source->n_layers; l++) free(pool->layers[l].slot_of);
     pthread_mutex_destroy(&pool->mutex);
     pthread_cond_destroy(&pool->changed);
+    pthread_cond_destroy(&pool->arrived);
     free(pool->waiter_scratch);
     free(pool->layers);
     free(pool->classes);
@@ -595,6 +600,7 @@ int ms_slots_open(struct ms_source *source, struct ms_reader *reader, const stru
     pool->last_arrival = &pool->arrivals;
     pthread_mutex_init(&pool->mutex, NULL);
     pthread_cond_init(&pool->changed, NULL);
+    pthread_cond_init(&pool->arrived, NULL);
     pool->classes = calloc((size_t)source->n_layers, sizeof(struct class));
     pool->layers = calloc((size_t)source->n_layers, sizeof(struct layer_slots));
     int rc = pool->classes && pool->layers ? 0 : ms_fail(-ENOMEM, err, errlen, "out of memory");

@@ -145,11 +145,11 @@ class PythonReader:
         self._thread.join()
 
     def _submitted(self, reader: Any, read: Any) -> None:
+        lib.ms_reader_began(reader, ffi.new("struct ms_read *[]", [read]))
         reads = []
         while read != ffi.NULL:
             reads.append(read)
             read = read.next
-        lib.ms_reader_began(reader, len(reads))
         with self._changed:
             self.batches.append([(r.offset, r.size_bytes) for r in reads])
             self._pending += reads

@@ -6,6 +6,7 @@ Only the standard library is used, and only syntax that an old python3 understan
 import contextlib
 import fcntl
 import hashlib
+import importlib.util
 import json
 import os
 import pathlib
@@ -57,6 +58,20 @@ def prepare():
         sys.exit(130)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     return str(PYTHON)
+
+
+def use_interpreter_with(*packages):
+    """Goes on in the checkout's own environment if the interpreter that runs us lacks a package."""
+    lacking = [package for package in packages if importlib.util.find_spec(package) is None]
+    if not lacking:
+        return
+    if PYTHON.exists() and pathlib.Path(sys.prefix) != VENV:
+        os.execv(str(PYTHON), [str(PYTHON), *sys.argv])
+    sys.exit(
+        "{}: {} has no {}; run tools/test once to set up .venv, or use the python of an environment that has it".format(
+            pathlib.Path(sys.argv[0]).name, sys.executable, lacking[0]
+        )
+    )
 
 
 def _interrupt(*_):

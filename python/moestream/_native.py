@@ -6,11 +6,9 @@ ImportError that names the versions and the remedy.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
-import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,31 +30,9 @@ def _declarations(header: str) -> str:
     return "\n".join(line for line in without_comments.splitlines() if not line.startswith("#"))
 
 
-@contextlib.contextmanager
-def _short_spins() -> Iterator[None]:
-    """Makes OpenMP threads sleep soon after they have nothing to do.
-
-    ggml's threads meet at barriers many hundred times a token. GNU OpenMP lets
-    them spin there for milliseconds: with another busy process on the machine
-    the thread that is waited for gets no core, and a token takes ten times as
-    long. A thousand turns cost nothing measurable on an idle machine and end
-    that. OpenMP reads the setting once, when llama.cpp is loaded; a setting of
-    the user's is left alone.
-    """
-    ours = not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys()
-    if ours:
-        os.environ["GOMP_SPINCOUNT"] = "1000"
-    try:
-        yield
-    finally:
-        if ours:
-            del os.environ["GOMP_SPINCOUNT"]
-
-
 def _open() -> Any:
     try:
-        with _short_spins():
-            import llama_cpp  # noqa: F401  loads the libraries that ours is linked against
+        import llama_cpp  # noqa: F401  loads the libraries that ours is linked against
     except ImportError as error:
         raise ImportError(f"moestream needs llama-cpp-python: pip install llama-cpp-python ({error})") from error
     folder = Path(__file__).parent
