@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
+import moestream
 from factory import ARCHITECTURES, make
 from isolation import isolated
 from logits import stock, streamed
-
-import moestream
 from moestream import ExpertStreaming
 
 REQUIRED = (

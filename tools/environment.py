@@ -68,9 +68,7 @@ def use_interpreter_with(*packages):
     if PYTHON.exists() and pathlib.Path(sys.prefix) != VENV:
         os.execv(str(PYTHON), [str(PYTHON), *sys.argv])
     sys.exit(
-        "{}: {} has no {}; run tools/test once to set up .venv, or use the python of an environment that has it".format(
-            pathlib.Path(sys.argv[0]).name, sys.executable, lacking[0]
-        )
+        f"{pathlib.Path(sys.argv[0]).name}: {sys.executable} has no {lacking[0]}; run tools/test once to set up .venv, or use the python of an environment that has it"
     )
 
 
