@@ -13,7 +13,7 @@
 
 const char *ms_built_for(void) { return MS_LLAMA_CPP_PYTHON; }
 
-const char *ms_expert_pattern(void) { return "^blk\\.[0-9]+\\.ffn_(gate|up|down|gate_up)_exps\\.weight$"; }
+const char *ms_expert_pattern(void) { return MS_EXPERT_TENSOR; }
 
 void ms_engine_note(struct ms_engine *engine, const char *format, ...) {
     size_t used = strlen(engine->notes);

@@ -87,6 +87,11 @@ static bool grow_for_layer(struct ms_experts *experts, int n_experts) {
 
 /* ------------------------------------------------------------ which experts */
 
+/* The expert tensor that a node multiplies by, or NULL if it is no such product. */
+static const struct ms_expert_tensor *expert_product(const struct ms_experts *experts, const struct ggml_tensor *node) {
+    return node->op == GGML_OP_MUL_MAT_ID ? experts->lookup(node->src[0]) : NULL;
+}
+
 static int32_t id_at(const struct ggml_tensor *ids, int64_t k, int64_t t) {
     return *(const int32_t *)((const char *)ids->data + t * (int64_t)ids->nb[1] + k * (int64_t)ids->nb[0]);
 }
@@ -174,7 +179,7 @@ static enum ggml_status compute_lent(struct ms_experts *experts, struct ms_store
     int n = 0;
     for (int i = begin; i < end; i++) {
         struct ggml_tensor *node = ggml_graph_node(graph, i);
-        const struct ms_expert_tensor *tensor = node->op == GGML_OP_MUL_MAT_ID ? experts->lookup(node->src[0]) : NULL;
+        const struct ms_expert_tensor *tensor = expert_product(experts, node);
         if (!tensor) continue;
         struct loan *loan = &loans[n++];
         loan->node = node;
@@ -192,10 +197,12 @@ static enum ggml_status compute_lent(struct ms_experts *experts, struct ms_store
     return status;
 }
 
-/* Size of ggml's table: the plain kernels reserve a row for every choice of
- * every token, the interleaved ones a row for every token. */
-static size_t table_bytes(struct ms_view view, size_t n_indices, const struct ggml_tensor *ids) {
-    size_t rows = (size_t)ids->ne[1] * (view.prototype ? 1 : (size_t)ids->ne[0]);
+/* Size of ggml's largest table for a layer: the plain kernels reserve a row for
+ * every choice of every token, the interleaved ones a row for every token. */
+static size_t table_bytes(struct ms_store *store, int layer, int n_matrices, size_t n_indices, const struct ggml_tensor *ids) {
+    bool any_plain = false;
+    for (int m = 0; m < n_matrices; m++) any_plain = any_plain || !store->view(store, layer, m).prototype;
+    size_t rows = (size_t)ids->ne[1] * (any_plain ? (size_t)ids->ne[0] : 1);
     return n_indices * (rows + 1) * ROW_ENTRY_BYTES;
 }
 
@@ -316,7 +323,7 @@ static int run_end(const struct ms_experts *experts, struct ggml_cgraph *graph, 
     int end = begin, n_products = 0;
     for (; end < ggml_graph_n_nodes(graph); end++) {
         struct ggml_tensor *node = ggml_graph_node(graph, end);
-        const struct ms_expert_tensor *tensor = node->op == GGML_OP_MUL_MAT_ID ? experts->lookup(node->src[0]) : NULL;
+        const struct ms_expert_tensor *tensor = expert_product(experts, node);
         if (!tensor) continue;
         if (tensor->layer != first->layer || node->src[2] != ids || n_products == LENT_NODES) break;
         n_products++;
@@ -327,7 +334,7 @@ static int run_end(const struct ms_experts *experts, struct ggml_cgraph *graph, 
 static bool uses_matrix(const struct ms_experts *experts, struct ggml_cgraph *graph, int begin, int end, int matrix) {
     for (int i = begin; i < end; i++) {
         struct ggml_tensor *node = ggml_graph_node(graph, i);
-        const struct ms_expert_tensor *tensor = node->op == GGML_OP_MUL_MAT_ID ? experts->lookup(node->src[0]) : NULL;
+        const struct ms_expert_tensor *tensor = expert_product(experts, node);
         if (tensor && tensor->matrix == matrix) return true;
     }
     return false;
@@ -351,15 +358,14 @@ static enum ggml_status compute_run(struct ms_experts *experts, struct ms_store 
         if (store->acquire(store, tensor->layer, experts->wanted, n, experts->indices, err, errlen) < 0) return GGML_STATUS_FAILED;
         struct span span = span_of(experts->indices, n);
         enum ggml_status status = GGML_STATUS_SUCCESS;
-        struct ms_view view = store->view(store, tensor->layer, tensor->matrix);
-        bool fits = span.n <= layer->n_experts || table_bytes(view, (size_t)span.n, ids) <= WORK_BYTES;
+        bool fits = span.n <= layer->n_experts || table_bytes(store, tensor->layer, layer->n_matrices, (size_t)span.n, ids) <= WORK_BYTES;
         if (fits) status = compute_at_once(experts, store, graph, begin, end, tensor->layer, ids, span, compute_ns, err, errlen);
         store->release(store, tensor->layer, experts->indices, n);
         if (fits) return status;
     }
     for (int i = begin; i < end; i++) {
         struct ggml_tensor *node = ggml_graph_node(graph, i);
-        const struct ms_expert_tensor *product = node->op == GGML_OP_MUL_MAT_ID ? experts->lookup(node->src[0]) : NULL;
+        const struct ms_expert_tensor *product = expert_product(experts, node);
         enum ggml_status status = product ? compute_in_rounds(experts, store, node, product, n, compute_ns, err, errlen)
                                           : compute_nodes(experts, graph, i, i + 1, compute_ns);
         if (status != GGML_STATUS_SUCCESS) return status;
@@ -372,7 +378,7 @@ enum ggml_status ms_experts_compute(struct ms_experts *experts, struct ms_store 
     int n_nodes = ggml_graph_n_nodes(graph);
     for (int begin = 0; begin < n_nodes;) {
         struct ggml_tensor *node = ggml_graph_node(graph, begin);
-        const struct ms_expert_tensor *tensor = node->op == GGML_OP_MUL_MAT_ID ? experts->lookup(node->src[0]) : NULL;
+        const struct ms_expert_tensor *tensor = expert_product(experts, node);
         int end = begin + 1;
         enum ggml_status status;
         if (tensor) {
@@ -380,7 +386,7 @@ enum ggml_status ms_experts_compute(struct ms_experts *experts, struct ms_store 
             if (tensor->layer == first_layer && uses_matrix(experts, graph, begin, end, 0)) *tokens += (uint64_t)node->src[2]->ne[1];
             status = compute_run(experts, store, source, graph, begin, end, tensor, compute_ns, err, errlen);
         } else {
-            while (end < n_nodes && !(ggml_graph_node(graph, end)->op == GGML_OP_MUL_MAT_ID && experts->lookup(ggml_graph_node(graph, end)->src[0]))) end++;
+            while (end < n_nodes && !expert_product(experts, ggml_graph_node(graph, end))) end++;
             status = compute_nodes(experts, graph, begin, end, compute_ns);
         }
         if (status != GGML_STATUS_SUCCESS) return status;

@@ -52,27 +52,19 @@ static size_t absent_bytes(const struct mapping *mapping, struct range range, un
 
 static int mapping_capacity(struct ms_store *store, int layer) { return ((struct mapping *)store)->source->layers[layer].n_experts; }
 
-/* The error of a range that would not come: the end of the file, or the disk. */
-static int describe_absence(const struct mapping *mapping, const struct ms_matrix *matrix, int expert, int code, char *err, size_t errlen) {
-    const struct ms_file *file = &mapping->source->files[matrix->file];
-    uint64_t offset = matrix->offset + (uint64_t)expert * matrix->slice_bytes;
-    struct stat st;
-    if (fstat(file->fd, &st) == 0 && (uint64_t)st.st_size < offset + matrix->slice_bytes)
-        return ms_fail(-ENODATA, err, errlen, "%s: expert %d of %s at offset %llu (%zu bytes) is gone: the file was truncated while it was in use; restore it and call again",
-                       file->path, expert, matrix->name, (unsigned long long)offset, matrix->slice_bytes);
-    return ms_fail(-code, err, errlen, "%s: reading expert %d of %s at offset %llu (%zu bytes): %s", file->path, expert, matrix->name,
-                   (unsigned long long)offset, matrix->slice_bytes, strerror(code == EFAULT ? EIO : code));
-}
-
-static int populate(const struct mapping *mapping, const struct ms_matrix *matrix, int expert, char *err, size_t errlen) {
-    const struct ms_file *file = &mapping->source->files[matrix->file];
+/* -ENODATA: the file ends before this expert does. -EIO: the disk does not give it. */
+static int populate(const struct mapping *mapping, const struct ms_matrix *matrix, int expert) {
     uint64_t end = matrix->offset + ((uint64_t)expert + 1) * matrix->slice_bytes;
     struct range range = pages_of(mapping, matrix, expert);
+    int fd = mapping->source->files[matrix->file].fd;
     struct stat st;
-    if (fstat(file->fd, &st) == 0 && (uint64_t)st.st_size < end) return describe_absence(mapping, matrix, expert, ENODATA, err, errlen);
+    if (fstat(fd, &st) == 0 && (uint64_t)st.st_size < end) return -ENODATA;
     while (madvise(range.begin, range.bytes, MADV_POPULATE_READ) < 0) {
         if (errno == EINTR || errno == EAGAIN) continue;
-        if (errno != EINVAL && errno != ENOSYS) return describe_absence(mapping, matrix, expert, errno, err, errlen);
+        if (errno != EINVAL && errno != ENOSYS) {
+            int code = errno == EFAULT ? EIO : errno;
+            return fstat(fd, &st) == 0 && (uint64_t)st.st_size < end ? -ENODATA : -code;
+        }
         for (size_t at = 0; at < range.bytes; at += mapping->page) (void)*(volatile uint8_t *)(range.begin + at); /* before Linux 5.14 */
         break;
     }
@@ -102,14 +94,14 @@ static int mapping_acquire(struct ms_store *store, int layer, const int32_t *exp
         bytes += absent;
     }
     free(resident);
-    int rc = 0;
+    int rc = ms_layer_check(mapping->source, layer, err, errlen);
     for (int m = 0; m < l->n_matrices && rc == 0; m++) {
-        if (m == 0 || l->matrices[m].file != l->matrices[m - 1].file) rc = ms_source_check(mapping->source, l->matrices[m].file, err, errlen);
+        const struct ms_matrix *matrix = &l->matrices[m];
         for (int i = 0; i < n && rc == 0; i++) {
-            rc = populate(mapping, &l->matrices[m], experts[i], err, errlen);
-            if (rc == 0 && mapping->verify)
-                rc = ms_check_weights(mapping->source, &l->matrices[m], experts[i],
-                                      mapping->files[l->matrices[m].file] + l->matrices[m].offset + (uint64_t)experts[i] * l->matrices[m].slice_bytes, err, errlen);
+            rc = populate(mapping, matrix, experts[i]);
+            const uint8_t *data = mapping->files[matrix->file] + matrix->offset + (uint64_t)experts[i] * matrix->slice_bytes;
+            if (rc == 0 && mapping->verify && !ms_weights_are_valid(matrix, data)) rc = -EBADMSG;
+            if (rc < 0) ms_expert_failure(mapping->source, matrix, experts[i], rc, err, errlen);
         }
     }
     int64_t spent = ms_now_ns() - begin;

@@ -35,13 +35,11 @@ static double measure(struct ms_engine *engine, struct ms_reader *reader, uint8_
         for (int i = 0; i < TRIAL_READS; i++) {
             const struct ms_layer *layer = &source->layers[rand_r(seed) % (unsigned)source->n_layers];
             const struct ms_matrix *matrix = &layer->matrices[rand_r(seed) % (unsigned)layer->n_matrices];
-            const struct ms_file *file = &source->files[matrix->file];
-            uint64_t start = matrix->offset + (uint64_t)(rand_r(seed) % (unsigned)layer->n_experts) * matrix->slice_bytes;
-            uint64_t aligned = start / source->alignment * source->alignment;
-            size_t size = (start + matrix->slice_bytes - aligned + source->alignment - 1) / source->alignment * source->alignment;
-            reads[i] = (struct ms_read){.fd = file->fd_direct >= 0 ? file->fd_direct : file->fd, .offset = aligned, .size_bytes = (uint32_t)size,
-                                        .needed_bytes = (uint32_t)(start - aligned + matrix->slice_bytes), .destination = memory + (size_t)i * room,
-                                        .done = trial_done, .owner = &trial, .next = i + 1 < TRIAL_READS ? &reads[i + 1] : NULL};
+            reads[i] = ms_expert_read(source, matrix, (int)(rand_r(seed) % (unsigned)layer->n_experts));
+            reads[i].destination = memory + (size_t)i * room;
+            reads[i].done = trial_done;
+            reads[i].owner = &trial;
+            reads[i].next = i + 1 < TRIAL_READS ? &reads[i + 1] : NULL;
             bytes += matrix->slice_bytes;
         }
         trial.outstanding = TRIAL_READS;

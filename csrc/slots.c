@@ -24,7 +24,6 @@
 #include <sys/mman.h>
 
 #include "clock.h"
-#include "ggml.h"
 #include "huge_pages.h"
 #include "message.h"
 #include "policy.h"
@@ -244,10 +243,7 @@ static int convert(struct slots *pool, struct slot *slot, int matrix_index, uint
     uint64_t wanted = matrix->offset + (uint64_t)slot->expert * matrix->slice_bytes;
     uint8_t *plain = read->destination + (wanted - read->offset);
     uint8_t *data = slot_memory(ls->class, slot) + room->data_offset;
-    if (pool->verify) {
-        int rc = ms_check_weights(pool->source, matrix, slot->expert, plain, NULL, 0);
-        if (rc < 0) return rc;
-    }
+    if (pool->verify && !ms_weights_are_valid(matrix, plain)) return -EBADMSG;
     if (room->prototype) {
         memcpy(scratch, plain, matrix->slice_bytes);
         ms_interleave(room->prototype, matrix, scratch, data);
@@ -315,40 +311,15 @@ static void prepare_reads(struct slots *pool, struct slot *slot, struct ms_read 
     const struct ms_source *source = pool->source;
     const struct ms_layer *layer = &source->layers[slot->layer];
     const struct layer_slots *ls = &pool->layers[slot->layer];
-    size_t alignment = source->alignment;
     slot->pending = layer->n_matrices;
     for (int m = layer->n_matrices - 1; m >= 0; m--) {
-        const struct ms_matrix *matrix = &layer->matrices[m];
-        const struct ms_file *file = &source->files[matrix->file];
-        uint64_t begin = matrix->offset + (uint64_t)slot->expert * matrix->slice_bytes, end = begin + matrix->slice_bytes;
-        uint64_t aligned = begin / alignment * alignment;
-        slot->reads[m] = (struct ms_read){
-            .fd = file->fd_direct >= 0 ? file->fd_direct : file->fd,
-            .offset = aligned,
-            .size_bytes = (uint32_t)round_up(end - aligned, alignment),
-            .needed_bytes = (uint32_t)(end - aligned),
-            .destination = slot_memory(ls->class, slot) + ls->rooms[m].offset,
-            .done = read_done,
-            .owner = slot,
-            .next = *list,
-        };
+        slot->reads[m] = ms_expert_read(source, &layer->matrices[m], slot->expert);
+        slot->reads[m].destination = slot_memory(ls->class, slot) + ls->rooms[m].offset;
+        slot->reads[m].done = read_done;
+        slot->reads[m].owner = slot;
+        slot->reads[m].next = *list;
         *list = &slot->reads[m];
     }
-}
-
-static int describe_failure(const struct slots *pool, const struct slot *slot, char *err, size_t errlen) {
-    const struct ms_source *source = pool->source;
-    const struct ms_matrix *matrix = &source->layers[slot->layer].matrices[slot->bad_matrix];
-    const struct ms_file *file = &source->files[matrix->file];
-    unsigned long long offset = matrix->offset + (uint64_t)slot->expert * matrix->slice_bytes;
-    if (slot->status == -ENODATA)
-        return ms_fail(slot->status, err, errlen, "%s: expert %d of %s at offset %llu (%zu bytes) is gone: the file was truncated while it was in use; restore it and call again",
-                       file->path, slot->expert, matrix->name, offset, matrix->slice_bytes);
-    if (slot->status == -EBADMSG)
-        return ms_fail(slot->status, err, errlen, "%s: expert %d of %s at offset %llu (%zu bytes) holds no valid weights (NaN or infinite scales); the file is damaged, download it again",
-                       file->path, slot->expert, matrix->name, offset, matrix->slice_bytes);
-    return ms_fail(slot->status, err, errlen, "%s: reading expert %d of %s at offset %llu (%zu bytes): %s", file->path, slot->expert, matrix->name, offset,
-                   matrix->slice_bytes, strerror(-slot->status));
 }
 
 static int slots_capacity(struct ms_store *store, int layer) { return ((struct slots *)store)->layers[layer].class->n_slots; }
@@ -400,16 +371,6 @@ static void wait_until_there(struct slots *pool, const struct class *class, cons
     }
 }
 
-static int check_files(struct slots *pool, int layer, char *err, size_t errlen) {
-    const struct ms_layer *l = &pool->source->layers[layer];
-    for (int m = 0; m < l->n_matrices; m++) {
-        if (m > 0 && l->matrices[m].file == l->matrices[m - 1].file) continue;
-        int rc = ms_source_check(pool->source, l->matrices[m].file, err, errlen);
-        if (rc < 0) return rc;
-    }
-    return 0;
-}
-
 static int slots_acquire(struct ms_store *store, int layer, const int32_t *experts, int n, int32_t *indices, char *err, size_t errlen) {
     struct slots *pool = (struct slots *)store;
     struct layer_slots *ls = &pool->layers[layer];
@@ -418,7 +379,7 @@ static int slots_acquire(struct ms_store *store, int layer, const int32_t *exper
     int rc = 0, misses = 0;
     pthread_mutex_lock(&pool->mutex);
     for (int i = 0; i < n; i++) misses += ls->slot_of[experts[i]] < 0;
-    if (misses && (rc = check_files(pool, layer, err, errlen)) < 0) {
+    if (misses && (rc = ms_layer_check(pool->source, layer, err, errlen)) < 0) {
         pthread_mutex_unlock(&pool->mutex);
         return rc;
     }
@@ -445,8 +406,11 @@ static int slots_acquire(struct ms_store *store, int layer, const int32_t *exper
     }
     bool blocked = !all_there(class, indices, n);
     wait_until_there(pool, class, indices, n);
-    for (int i = 0; i < n && rc == 0; i++)
-        if (class->slots[indices[i]].state == FAILED) rc = describe_failure(pool, &class->slots[indices[i]], err, errlen);
+    for (int i = 0; i < n && rc == 0; i++) {
+        const struct slot *slot = &class->slots[indices[i]];
+        if (slot->state == FAILED)
+            rc = ms_expert_failure(pool->source, &pool->source->layers[layer].matrices[slot->bad_matrix], slot->expert, slot->status, err, errlen);
+    }
     if (blocked) pool->counters.wait_ns += ms_now_ns() - begin;
     if (rc < 0) release_locked(pool, layer, indices, n);
     pthread_mutex_unlock(&pool->mutex);
@@ -631,10 +595,4 @@ int ms_slots_open(struct ms_source *source, struct ms_reader *reader, const stru
     start_huge_pages(pool);
     *out = &pool->base;
     return 0;
-}
-
-int ms_check_weights(const struct ms_source *source, const struct ms_matrix *matrix, int expert, const void *data, char *err, size_t errlen) {
-    if (ggml_validate_row_data((enum ggml_type)matrix->type, data, matrix->slice_bytes)) return 0;
-    return ms_fail(-EBADMSG, err, errlen, "%s: expert %d of %s at offset %llu (%zu bytes) holds no valid weights (NaN or infinite scales); the file is damaged, download it again",
-                   source->files[matrix->file].path, expert, matrix->name, (unsigned long long)(matrix->offset + (uint64_t)expert * matrix->slice_bytes), matrix->slice_bytes);
 }

@@ -15,8 +15,6 @@
 #include "llama.h"
 #include "message.h"
 
-#define EXPERT_TENSOR "^blk\\.([0-9]+)\\.ffn_(gate|up|down|gate_up)_exps\\.weight$"
-
 /* ------------------------------------------------------------ one file */
 
 /* The last error ggml logged while a header was being parsed: it names the key
@@ -301,7 +299,7 @@ int ms_source_open(const char *path, struct ms_source **out, char *err, size_t e
     struct ms_source *source = calloc(1, sizeof *source);
     struct gguf_context *header = new_virtual_header();
     regex_t expert_tensor;
-    int rc = regcomp(&expert_tensor, EXPERT_TENSOR, REG_EXTENDED) ? -ENOMEM : 0;
+    int rc = regcomp(&expert_tensor, MS_EXPERT_TENSOR, REG_EXTENDED) ? -ENOMEM : 0;
     int n_shards = 1;
     if (rc < 0 || !source || !header) {
         rc = ms_fail(-ENOMEM, err, errlen, "out of memory");

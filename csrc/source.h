@@ -18,6 +18,8 @@
 
 #define MS_MAX_MATRICES 3 /* gate, up, down; or gate_up, down; or up, down */
 #define MS_TENSOR_NAME_BYTES 64
+/* The tensors that are streamed, for regcomp here and std::regex in llama.cpp; group 1 is the block. */
+#define MS_EXPERT_TENSOR "^blk\\.([0-9]+)\\.ffn_(gate|up|down|gate_up)_exps\\.weight$"
 /* Of tensors in the virtual GGUF; a multiple of the stream's buffer, see virtual_gguf.h. */
 #define MS_VIRTUAL_ALIGNMENT (1u << 16)
 

@@ -77,7 +77,16 @@ int ms_slots_open(struct ms_source *source, struct ms_reader *reader, const stru
  * kernel's page cache is the cache. Plain rows only. */
 int ms_mapping_open(struct ms_source *source, bool verify, struct ms_store **out, char *err, size_t errlen);
 
-/* Checks one expert's bytes as ggml does under --check-tensors. 0 or -EBADMSG. */
-int ms_check_weights(const struct ms_source *source, const struct ms_matrix *matrix, int expert, const void *data, char *err, size_t errlen);
+/* For the stores and who reads like them. */
+
+/* The read of one expert's matrix, aligned as the source wants; the caller adds
+ * destination and done. The bytes wanted are the last slice_bytes of needed_bytes. */
+struct ms_read ms_expert_read(const struct ms_source *source, const struct ms_matrix *matrix, int expert);
+/* Puts the sentence for a read that failed (or weights that are none) into err; returns status. */
+int ms_expert_failure(const struct ms_source *source, const struct ms_matrix *matrix, int expert, int status, char *err, size_t errlen);
+/* One expert's plain bytes, as ggml checks them under --check-tensors. */
+bool ms_weights_are_valid(const struct ms_matrix *matrix, const void *data);
+/* ms_source_check for the files of a layer. */
+int ms_layer_check(struct ms_source *source, int layer, char *err, size_t errlen);
 
 #endif

@@ -17,10 +17,10 @@ from .model import ModelDescription, describe_source
 from .options import ExpertStreaming
 from .stats import ExpertStats
 
-__all__ = ["Engine", "auto_cache_bytes"]
+__all__ = ["MARGIN", "Engine", "auto_cache_bytes"]
 
 _KERNELS = {"auto": 0, "plain": 1, "interleaved": 2}
-_MARGIN = 0.10
+MARGIN = 0.10  # of the memory left, never taken
 
 
 def auto_cache_bytes(*, available: int, untouched: int, maximum: int) -> int:
@@ -32,7 +32,7 @@ def auto_cache_bytes(*, available: int, untouched: int, maximum: int) -> int:
             not been written yet).
         maximum: What all experts need.
     """
-    return max(0, min(maximum, int((available - untouched) * (1 - _MARGIN))))
+    return max(0, min(maximum, int((available - untouched) * (1 - MARGIN))))
 
 
 class Engine:

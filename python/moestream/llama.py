@@ -97,10 +97,9 @@ class _StreamedModel(stock_internals.LlamaModel):
             self.model = llama_cpp.llama_model_load_from_file_ptr(ctypes.c_void_p(address), params)
         if self.model is not None:
             self._exit_stack.callback(self._free_model)
-        if failure:
-            engine.load_end(stream)
-            raise failure[0]
         engine.load_end(stream)
+        if failure:
+            raise failure[0]
         if self.model is None:
             raise ModelError(f"{path_model}: llama.cpp cannot load it: {_last_cause(errors)}")
         self.vocab = llama_cpp.llama_model_get_vocab(self.model)

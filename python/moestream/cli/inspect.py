@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import memory
+from .._engine import MARGIN, auto_cache_bytes
 from ..memory import format_size
 from ._model import add_hub_arguments, locate
 from ._output import print_columns, print_json
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from .. import ExpertMatrix, ModelDescription, MoeLayer
 
 _CONTEXT_ALLOWANCE_BYTES = 512 * 2**20
-_MARGIN = 0.10
 _WIDTH = 96
 
 
@@ -56,8 +56,11 @@ class CacheAdvice:
 
 def advise(description: ModelDescription, available_bytes: int) -> CacheAdvice:
     """The cache to give a model on a machine with `available_bytes` of free memory."""
-    left = (available_bytes - description.dense_bytes - _CONTEXT_ALLOWANCE_BYTES) * (1 - _MARGIN)
-    recommended = max(min(description.maximum_cache_bytes, int(left)), 0)
+    recommended = auto_cache_bytes(
+        available=available_bytes,
+        untouched=description.dense_bytes + _CONTEXT_ALLOWANCE_BYTES,
+        maximum=description.maximum_cache_bytes,
+    )
     return CacheAdvice(
         available_bytes=available_bytes,
         minimum_bytes=description.minimum_cache_bytes,
@@ -205,7 +208,7 @@ def _cache(advice: CacheAdvice) -> Iterator[tuple[str, ...]]:
 
 def _verdict(description: ModelDescription, advice: CacheAdvice) -> str:
     if not advice.fits:
-        wanted = description.dense_bytes + _CONTEXT_ALLOWANCE_BYTES + advice.minimum_bytes / (1 - _MARGIN)
+        wanted = description.dense_bytes + _CONTEXT_ALLOWANCE_BYTES + advice.minimum_bytes / (1 - MARGIN)
         return (
             f"Too large for this machine now: with the smallest cache it wants {format_size(int(wanted))} of memory,\n"
             f"of which {format_size(_CONTEXT_ALLOWANCE_BYTES)} for a context."
