@@ -212,6 +212,14 @@ def test_this_process_has_memory() -> None:
     assert 0 < available_bytes() <= memory.psutil.virtual_memory().total
 
 
+def test_peak_of_a_new_process_is_not_that_of_its_parent() -> None:
+    ballast = bytearray(200 * MIB)
+    ballast[::4096] = b"x" * len(ballast[::4096])
+    code = "from moestream import memory; print(memory.peak_rss_bytes())"
+    peak = int(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
+    assert peak < memory.rss_bytes() - 100 * MIB
+
+
 # A real limit
 
 _DECODE = """

@@ -112,7 +112,9 @@ def rss_bytes() -> int:
 
 def peak_rss_bytes() -> int:
     """The largest resident memory this process has had."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if peak := _own_status().get("VmHWM"):
+        return peak
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # on Linux it would begin with that of our parent
     return peak if sys.platform == "darwin" else peak * 1024
 
 
@@ -122,8 +124,14 @@ def private_bytes() -> tuple[int, int]:
     Their difference is what was asked for but not touched yet. (0, 0) where
     the system does not tell.
     """
+    status = _own_status()
+    return (status["VmData"], status["RssAnon"]) if {"VmData", "RssAnon"} <= status.keys() else (0, 0)
+
+
+def _own_status() -> dict[str, int]:
+    """What the kernel tells of this process's memory, in bytes, by its names; nothing where there is no /proc."""
     try:
-        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
-        return int(status["VmData"].split()[0]) * 1024, int(status["RssAnon"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return 0, 0
+        text = Path("/proc/self/status").read_text()
+    except OSError:
+        return {}
+    return {name: int(size) * 1024 for name, size in re.findall(r"^(\w+):\s*([0-9]+) kB$", text, re.MULTILINE)}
