@@ -4,6 +4,7 @@
     ├── OptionError (ValueError)      an option is unknown, malformed or impossible here
     │   └── CacheTooSmallError        an expert cache under one token's experts
     ├── ModelError (ValueError)       a file that is no model, or a damaged or unsuitable one
+    ├── TraceError (ValueError)       a file that is no routing trace, or a damaged one
     └── ExpertReadError (OSError)     experts could not be read while computing
 
 Every message names the file, tensor, offset or option, and the remedy.
@@ -11,7 +12,7 @@ Every message names the file, tensor, offset or option, and the remedy.
 
 from __future__ import annotations
 
-__all__ = ["MoestreamError", "OptionError", "CacheTooSmallError", "ModelError", "ExpertReadError"]
+__all__ = ["MoestreamError", "OptionError", "CacheTooSmallError", "ModelError", "TraceError", "ExpertReadError"]
 
 
 class MoestreamError(Exception):
@@ -28,6 +29,10 @@ class CacheTooSmallError(OptionError):
 
 class ModelError(MoestreamError, ValueError):
     """A file that is not a model moestream can stream."""
+
+
+class TraceError(MoestreamError, ValueError):
+    """A file that is not a routing trace this version reads, or arrays that make none."""
 
 
 class ExpertReadError(MoestreamError, OSError):

@@ -1,7 +1,8 @@
 """The `moestream` command.
 
 One module per command. Each has `add_arguments(parser)`, the public function of the command's name, and
-`run(**options)`, which calls that function with the parsed options by name and prints what it gives.
+`run(**options)`, which calls that function with the parsed options by name and prints what it gives. A command of
+several parts is a package whose `COMMANDS` are such modules.
 
 Exit codes: 0 done, 1 an error told in one line on stderr, 2 wrong usage, 130 ended by Ctrl-C, 141 the reader of our
 output left.
@@ -15,36 +16,32 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
-from .._log import forward_llama_cpp_log
 from ..errors import MoestreamError
-from . import generate, inspect
+from . import demo, generate, inspect, trace
+from ._logging import log_to_stderr
 from ._output import versions
 
 __all__ = ["main"]
 
-_COMMANDS = {"generate": generate, "inspect": inspect}
+_COMMANDS = {"demo": demo, "generate": generate, "inspect": inspect, "trace": trace}
 _LOG_LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
 _LLAMA_CPP_LOG_LEVELS = (logging.CRITICAL, logging.CRITICAL, logging.INFO, logging.DEBUG)
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose usage errors are one line and a pointer, not a page."""
+    """A parser whose usage errors are one line and a pointer, not a page.
+
+    Attributes:
+        run: What its command does, given the parsed options; None where one of its commands is still to be named.
+    """
+
+    run: Callable[..., int] | None = None
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\nSee '{self.prog} --help'.\n")
-
-
-class _LogHandler(logging.StreamHandler):
-    """Writes log lines to stderr without tearing a progress bar that is being drawn there."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        from tqdm import tqdm
-
-        with tqdm.external_write_mode(file=sys.stderr):
-            super().emit(record)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -60,8 +57,13 @@ def _parser() -> argparse.ArgumentParser:
         version="\n".join(f"{name:<17}{version}" for name, version in versions().items()),
         help="print the versions of moestream and of what it runs on",
     )
+    _add_commands(parser, _COMMANDS)
+    return parser
+
+
+def _add_commands(parser: _Parser, modules: Mapping[str, Any]) -> None:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
-    for name, module in _COMMANDS.items():
+    for name, module in modules.items():
         summary, _, details = (module.__doc__ or "").partition("\n")
         command = commands.add_parser(
             name,
@@ -71,8 +73,12 @@ def _parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        module.add_arguments(command)
         command.set_defaults(parser=command)
+        if hasattr(module, "COMMANDS"):
+            _add_commands(command, module.COMMANDS)
+            continue
+        command.run = module.run
+        module.add_arguments(command)
         command.add_argument(
             "-v",
             "--verbose",
@@ -80,19 +86,6 @@ def _parser() -> argparse.ArgumentParser:
             default=0,
             help="log what happens, and show tracebacks; twice: llama.cpp's log too; three times: its debug log",
         )
-    return parser
-
-
-def _log_to_stderr(verbose: int) -> None:
-    handler = _LogHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(name)s: %(levelname)s: %(message)s"))
-    logger = logging.getLogger("moestream")
-    logger.handlers[:] = [handler]
-    logger.propagate = False
-    logger.setLevel(_LOG_LEVELS[min(verbose, len(_LOG_LEVELS) - 1)])
-    # What goes wrong in llama.cpp is told by the exception that follows; its own lines are for those who ask.
-    logging.getLogger("moestream.llama_cpp").setLevel(_LLAMA_CPP_LOG_LEVELS[min(verbose, 3)])
-    forward_llama_cpp_log()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -103,17 +96,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     parsed, unknown = parser.parse_known_args(argv)
     options = vars(parsed)
-    name = options.pop("command")
+    del options["command"]
+    command = options.pop("parser", parser)
     if unknown:
-        options.get("parser", parser).error(f"unrecognized arguments: {' '.join(unknown)}")
-    if name is None:
-        parser.print_help()
+        command.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if command.run is None:
+        command.print_help()
         return 0
-    del options["parser"]
     verbose = options.pop("verbose")
-    _log_to_stderr(verbose)
+    # What goes wrong in llama.cpp is told by the exception that follows; its own lines are for those who ask.
+    log_to_stderr(_LOG_LEVELS[min(verbose, 2)], _LLAMA_CPP_LOG_LEVELS[min(verbose, 3)])
     try:
-        code = _COMMANDS[name].run(**options)
+        code = command.run(**options)
         sys.stdout.flush()
         return code
     except BrokenPipeError:

@@ -4,7 +4,8 @@ import contextlib
 import importlib.metadata
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
 from typing import Any, TextIO
 
 from tqdm import tqdm
@@ -61,3 +62,57 @@ def progress_bar(what: str, *, total: float, unit: str = "") -> tqdm:
         disable=not sys.stderr.isatty(),
         file=sys.stderr,
     )
+
+
+class Progress:
+    """Bars for loading a model and for reading a prompt, each from its first report to its last.
+
+        with Progress(interrupt.requested) as progress:
+            generate(..., load_progress=progress.load, prompt_progress=progress.prompt)
+
+    Loading is broken off by a KeyboardInterrupt when `should_stop` says so.
+    """
+
+    def __init__(self, should_stop: Callable[[], bool]) -> None:
+        self._should_stop = should_stop
+        self._bar: tqdm | None = None
+        self._what = ""
+        self._closed = False
+
+    def load(self, share: float) -> None:
+        if self._should_stop():
+            raise KeyboardInterrupt
+        self._report("loading", share, 1.0)
+
+    def prompt(self, done: int, total: int) -> None:
+        self._report("prompt", done, total, unit="tokens")
+
+    def __enter__(self) -> Progress:
+        self.load(0.0)
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Takes the bar away, and draws no other."""
+        self._end()
+        self._closed = True
+
+    def _report(self, what: str, done: float, total: float, unit: str = "") -> None:
+        if self._closed:
+            return
+        if what != self._what:
+            self._end()
+            self._bar, self._what = progress_bar(what, total=total, unit=unit), what
+        if self._bar is not None:
+            self._bar.update(done - self._bar.n)
+        if done == total:
+            self._end()
+
+    def _end(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        self._bar, self._what = None, ""

@@ -1,0 +1,334 @@
+"""Records the routing of a streamed model, through llama.cpp's callback on the nodes of its graph.
+
+The callback is asked about every node before it is computed. For the product with an expert tensor, the choice of
+experts is then already there: what we copy is the very tensor that the engine takes its experts from. The weights are
+read where the graph multiplies by them (``ffn_moe_weighted``), so that all a model does to them is in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import importlib.metadata
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+from cffi import FFI
+
+from .errors import ModelError, OptionError
+from .trace import RoutingTrace
+
+if TYPE_CHECKING:
+    from .llama import Llama
+
+__all__ = ["fingerprint", "record_routing"]
+
+_ffi = FFI()
+_ffi.cdef(
+    """
+    struct ggml_tensor { /* ggml.h */
+        int type;
+        void * buffer;
+        int64_t ne[4];
+        size_t nb[4];
+        int op;
+        int32_t op_params[16];
+        int32_t flags;
+        struct ggml_tensor * src[10];
+        struct ggml_tensor * view_src;
+        size_t view_offs;
+        char * data;
+        char name[64];
+        void * extra;
+        char padding[8];
+    };
+    const char * ggml_get_name(const struct ggml_tensor * tensor);
+    void * ggml_get_data(const struct ggml_tensor * tensor);
+    size_t ggml_nbytes(const struct ggml_tensor * tensor);
+    """
+)
+_ggml = _ffi.dlopen(str(next(Path(__file__).parent.glob("libmoestream.*"))))  # which is linked against it
+_F32, _I32 = 0, 26
+_EXPERT_PRODUCT = re.compile(rb"blk\.(\d+)\.ffn_down_exps\.weight")
+_WEIGHTED = re.compile(rb"ffn_moe_weighted-(\d+)")
+_HASHED_BYTES = 2**20  # at each end of a file
+
+
+def record_routing(
+    llm: Llama,
+    texts: Iterable[str | bytes | Sequence[int]],
+    *,
+    context: int | None = None,
+    tokens_at_once: int | None = None,
+    source: str = "",
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> RoutingTrace:
+    """Evaluates texts and records which experts each of their tokens takes, in every layer.
+
+    >>> llm = Llama("model.gguf", expert_streaming=True, n_ctx=512, verbose=False)
+    >>> trace = record_routing(llm, [Path("a.txt").read_text(), Path("b.txt").read_text()], source="a.txt, b.txt")
+    >>> trace.write("model.trace")
+
+    The model computes in a context of its own, which is freed afterwards and takes memory for that time: a KV cache of
+    `context` tokens, and logits of `tokens_at_once`. What `llm` has evaluated before stays as it is; its adapter is
+    applied.
+
+    Args:
+        llm: A model loaded with `expert_streaming`. The recording is part of its :meth:`Llama.expert_stats`.
+        texts: Texts, or the tokens of texts. A text longer than `context` is cut, and its pieces are independent texts
+            of the trace. If the model begins texts with a token of its own, each piece of a str or bytes gets it.
+        context: Tokens of the longest piece; by default those of the context of `llm`.
+        tokens_at_once: Tokens that are computed together; by default the `n_ubatch` of `llm`. 1 computes as decoding
+            does, which with some kernels rounds differently from a prompt.
+        source: Where the texts are from, for the trace.
+        progress: Is told how many tokens of how many are done; what it raises ends the recording.
+
+    Raises:
+        OptionError: The model is not streamed, there is nothing to record, or a number makes no sense.
+        ModelError: Its routing cannot be put into a trace.
+        ExpertReadError: Experts could not be read.
+    """
+    if llm._engine is None:
+        raise OptionError("only streamed models are traced: load this one with expert_streaming=True")
+    llm._engine.require_open()
+    context = llm.n_ctx() if context is None else context
+    tokens_at_once = llm.context_params.n_ubatch if tokens_at_once is None else tokens_at_once
+    for name, value in (("context", context), ("tokens_at_once", tokens_at_once)):
+        if value < 1:
+            raise OptionError(f"{name}={value}: at least one token is needed")
+    pieces = [piece for text in texts for piece in _pieces(llm, text, context)]
+    if not pieces:
+        raise OptionError("there is no text to record: give at least one that is not empty")
+    context = max(map(len, pieces))
+    tokens_at_once = min(tokens_at_once, context)
+
+    total = sum(map(len, pieces))
+    recorder = _Recorder()
+    progress(0, total)
+    done = 0
+    with _recording_context(llm, recorder, context, tokens_at_once) as decode:
+        for piece in pieces:
+            for first in range(0, len(piece), tokens_at_once):
+                batch = piece[first : first + tokens_at_once]
+                decode(batch, first)
+                recorder.end_batch(len(batch))
+                done += len(batch)
+                progress(done, total)
+
+    model = llm._engine.description
+    layers = tuple(recorder.layers)
+    counts = {layer.experts for layer in model.moe_layers if layer.layer in layers}
+    if len(counts) != 1:
+        raise ModelError(
+            f"{model.path}: its layers have different numbers of experts, which a routing trace cannot hold"
+        )
+    n_experts = counts.pop()
+    lengths = [len(piece) for piece in pieces]
+    return RoutingTrace(
+        model=model.name or model.path.name,
+        model_hash=fingerprint(file.path for file in model.files),
+        architecture=model.architecture,
+        layers=layers,
+        n_experts=n_experts,
+        tokens=np.concatenate(pieces),
+        experts=np.concatenate(recorder.experts).astype(np.uint8 if n_experts <= 256 else np.uint16),
+        weights=np.concatenate(recorder.weights),
+        starts=np.cumsum([0, *lengths[:-1]], dtype=np.int64),
+        source=source,
+        tool=f"moestream {importlib.metadata.version('moestream')}",
+        tokens_at_once=tokens_at_once,
+        synthetic="",
+    )
+
+
+def fingerprint(paths: Iterable[Path]) -> str:
+    """SHA-256 over each file's size (8 bytes, lowest first), its first MiB and its last, which may overlap.
+
+    The first holds shapes and metadata, the last some weights. Models of 100 GB are told apart in a blink.
+    """
+    hashed = hashlib.sha256()
+    for path in paths:
+        size = path.stat().st_size
+        hashed.update(size.to_bytes(8, "little"))
+        with open(path, "rb") as file:
+            hashed.update(file.read(_HASHED_BYTES))
+            file.seek(max(0, size - _HASHED_BYTES))
+            hashed.update(file.read(_HASHED_BYTES))
+    return hashed.hexdigest()
+
+
+def _pieces(llm: Llama, text: str | bytes | Sequence[int], context: int) -> Iterator[npt.NDArray[np.int32]]:
+    """The tokens of a text, in pieces of at most `context`."""
+    begin: list[int] = []
+    if isinstance(text, (str, bytes)):
+        encoded = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text
+        tokens: Sequence[int] = llm.tokenize(encoded, add_bos=False) if encoded else []
+        if llama_cpp.llama_vocab_get_add_bos(llama_cpp.llama_model_get_vocab(llm.model)):
+            begin = [llm.token_bos()]
+            if context < 2 and tokens:
+                raise OptionError(
+                    f"context={context}: this model begins texts with a token of its own: at least 2 are needed"
+                )
+    else:
+        tokens = text
+        if wrong := [token for token in tokens if not 0 <= token < llm.n_vocab()]:
+            raise OptionError(f"token {wrong[0]} does not exist: this model has {llm.n_vocab()}")
+    step = context - len(begin)
+    for first in range(0, len(tokens), step):
+        yield np.array([*begin, *tokens[first : first + step]], np.int32)
+
+
+@contextlib.contextmanager
+def _recording_context(
+    llm: Llama, recorder: _Recorder, context: int, tokens_at_once: int
+) -> Iterator[Callable[[npt.NDArray[np.int32], int], None]]:
+    """A context of the model, as that of `llm`, that tells `recorder` of its nodes.
+
+    Gives a function that evaluates tokens from a position on; position 0 begins a new text. All tokens' logits are
+    asked for, because llama.cpp leaves the others out of the last layer.
+    """
+    callback = llama_cpp.ggml_backend_sched_eval_callback(recorder.look)
+    params = type(llm.context_params).from_buffer_copy(llm.context_params)
+    params.n_ctx = context
+    params.n_batch = params.n_ubatch = tokens_at_once
+    params.n_seq_max = 1
+    params.embeddings = False
+    params.cb_eval = callback
+    params.cb_eval_user_data = None
+    with contextlib.ExitStack() as stack:
+        ctx = llama_cpp.llama_init_from_model(llm.model, params)
+        if not ctx:
+            raise OptionError(
+                f"no memory for a second context of {context} tokens: record with a smaller context, or free some"
+            )
+        stack.callback(llama_cpp.llama_free, ctx)
+        if llm._lora_adapter:
+            adapters = (llama_cpp.llama_adapter_lora_p_ctypes * 1)(llm._lora_adapter)
+            llama_cpp.llama_set_adapters_lora(ctx, adapters, 1, (ctypes.c_float * 1)(llm.lora_scale))
+        batch = llama_cpp.llama_batch_init(tokens_at_once, 0, 1)
+        stack.callback(llama_cpp.llama_batch_free, batch)
+        memory = llama_cpp.llama_get_memory(ctx)
+
+        def decode(tokens: npt.NDArray[np.int32], position: int) -> None:
+            if position == 0:
+                llama_cpp.llama_memory_clear(memory, True)
+            batch.n_tokens = len(tokens)
+            for i, token in enumerate(tokens):
+                batch.token[i] = int(token)
+                batch.pos[i] = position + i
+                batch.n_seq_id[i] = 1
+                batch.seq_id[i][0] = 0
+                batch.logits[i] = True
+            with llm._engine.failures():  # type: ignore[union-attr]
+                if code := llama_cpp.llama_decode(ctx, batch):
+                    raise RuntimeError(f"llama_decode failed with {code} while routing was recorded")
+
+        yield decode
+
+
+class _Recorder:
+    """Gathers, batch by batch, what each layer chose.
+
+    Attributes:
+        layers: Numbers of the layers that chose experts, ascending.
+        experts: Of each batch int32 [tokens, layers, top_k].
+        weights: Of each batch float16, of the same shape.
+    """
+
+    def __init__(self) -> None:
+        self.layers: list[int] = []
+        self.experts: list[npt.NDArray[np.int32]] = []
+        self.weights: list[npt.NDArray[np.float16]] = []
+        self._chosen: dict[int, npt.NDArray[np.int32]] = {}
+        self._weighted: dict[int, npt.NDArray[np.float32]] = {}
+        self._failure: BaseException | None = None
+        self._layout_checked = False
+
+    def look(self, address: int, ask: bool, _: object) -> bool:
+        """llama.cpp's callback: whether a node's result is wanted when `ask`, else whether to go on."""
+        if self._failure is not None:  # an exception cannot cross C: end_batch raises it
+            return not ask
+        try:
+            node = _ffi.cast("struct ggml_tensor *", address)
+            if not self._layout_checked:
+                _check_layout(node)
+                self._layout_checked = True
+            return self._ask(node) if ask else self._take_weights(node)
+        except BaseException as error:
+            self._failure = error
+            return not ask
+
+    def _ask(self, node: Any) -> bool:
+        if _WEIGHTED.fullmatch(_ffi.string(node.name)):
+            return True
+        if node.src[2] and node.src[0] and (found := _EXPERT_PRODUCT.fullmatch(_ffi.string(node.src[0].name))):
+            # A device computes its part of the graph when all that flows into it is there: so the choice is.
+            self._chosen[int(found[1])] = _rows(node.src[2], _I32, 0)
+        return False
+
+    def _take_weights(self, node: Any) -> bool:
+        found = _WEIGHTED.fullmatch(_ffi.string(node.name))
+        assert found is not None
+        # The first in a layer: grovemoe then takes other experts of the same name.
+        self._weighted.setdefault(int(found[1]), _rows(node.src[1], _F32, 1))
+        return True
+
+    def end_batch(self, n_tokens: int) -> None:
+        """Puts together what the layers chose for the `n_tokens` of a batch.
+
+        Raises:
+            ModelError: A layer told less or more than one choice of `top_k` experts per token.
+        """
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+        chosen, weighted = self._chosen, self._weighted
+        self._chosen, self._weighted = {}, {}
+        self.layers = self.layers or sorted(chosen)
+        if not chosen or sorted(chosen) != self.layers or sorted(weighted) != self.layers:
+            raise ModelError(
+                f"its routing cannot be recorded: experts were chosen in layers {sorted(chosen)}, weighted in {sorted(weighted)}"
+            )
+        top_k = chosen[self.layers[0]].shape[1]
+        for layer in self.layers:
+            for what, rows in (("choice", chosen[layer]), ("weights", weighted[layer])):
+                if rows.shape != (n_tokens, top_k):
+                    raise ModelError(
+                        f"its routing cannot be recorded: the {what} of layer {layer} is of shape {rows.shape}, "
+                        f"not {(n_tokens, top_k)} as for all {n_tokens} tokens with the experts of the first layer"
+                    )
+        self.experts.append(np.stack([chosen[layer] for layer in self.layers], axis=1))
+        self.weights.append(np.stack([weighted[layer] for layer in self.layers], axis=1).astype(np.float16))
+
+
+def _check_layout(tensor: Any) -> None:
+    """Raises ModelError unless ggml sees in a tensor what we see in it."""
+    same = (
+        _ffi.cast("const char *", tensor.name) == _ggml.ggml_get_name(tensor)
+        and _ffi.cast("void *", tensor.data) == _ggml.ggml_get_data(tensor)
+        and (tensor.ne[0] - 1) * tensor.nb[0] < _ggml.ggml_nbytes(tensor)
+    )
+    if not same:
+        raise ModelError(
+            "its routing cannot be recorded: ggml's tensors are laid out differently in this llama-cpp-python"
+        )
+
+
+def _rows(tensor: Any, kind: int, axis: int) -> npt.NDArray[Any]:
+    """A copy of [rows, columns] of 4-byte numbers, the columns being dimension `axis` of the tensor and the rows the next."""
+    columns, n = tensor.ne[axis], tensor.ne[axis + 1]
+    others = [tensor.ne[i] for i in range(4) if i not in (axis, axis + 1)]
+    if tensor.type != kind or others != [1, 1]:
+        raise ModelError(
+            f"its routing cannot be recorded: {_ffi.string(tensor.name).decode()!r} is no table of choices"
+        )
+    strides = (tensor.nb[axis + 1], tensor.nb[axis])
+    span = (n - 1) * strides[0] + (columns - 1) * strides[1] + 4 if n else 0
+    data = _ffi.buffer(tensor.data, span)
+    return np.ndarray((n, columns), np.float32 if kind == _F32 else np.int32, data, strides=strides).copy()

@@ -1,0 +1,183 @@
+"""Record which experts a model takes for each token of a text.
+
+Each FILE is a text of its own. One longer than the context is cut into several.
+
+  moestream trace record -m MODEL.gguf -f text.txt -o text.trace
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...errors import OptionError
+from ...memory import format_size
+from .._interrupt import INTERRUPTED, Interrupt
+from .._model import add_model_arguments, locate
+from .._output import progress_bar
+
+if TYPE_CHECKING:
+    from ... import RoutingTrace
+
+
+def record(
+    *,
+    model: str | os.PathLike[str] | None = None,
+    hf_repo: str | None = None,
+    hf_file: str | None = None,
+    file: Sequence[str | os.PathLike[str]],
+    ctx_size: int = 4096,
+    ubatch_size: int = 512,
+    threads: int | None = None,
+    expert_cache: int | str = "auto",
+    kernels: str = "auto",
+    reader: str = "auto",
+    load_progress: Callable[[float], None] | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> RoutingTrace:
+    """The routing of texts in files; what `moestream trace record` writes, with the long names of its options.
+
+    Args:
+        model: A GGUF file. By default the one that ships with the package.
+        hf_repo: Instead of `model`, "user/repo" or "user/repo:quant" on the Hugging Face Hub.
+        hf_file: The file in that repository.
+        file: Files of text, each a text of its own.
+        ctx_size: Tokens of the longest text; longer ones are cut.
+        ubatch_size: Tokens computed at once at most; 1 computes as decoding does.
+        threads: By default one per physical core this process may use.
+        expert_cache, kernels, reader: As in `moestream.ExpertStreaming`.
+        load_progress: Is told the share of the model that is loaded, from 0 to 1; what it raises breaks loading off.
+        progress: Is told how many tokens of how many are done; what it raises breaks the recording off.
+
+    Raises:
+        MoestreamError: The options, the model or a file are no good, or experts could not be read.
+    """
+    from ... import ExpertStreaming, Llama, record_routing
+    from ..generate import _default_threads
+
+    for option, value in (("--ctx-size", ctx_size), ("--ubatch-size", ubatch_size), ("--threads", threads)):
+        if value is not None and value < 1:
+            raise OptionError(f"{option} {value}: give a number of at least 1")
+    texts = [_text(name) for name in file]
+    streaming = ExpertStreaming(cache=expert_cache, kernels=kernels, reader=reader)
+    threads = threads or _default_threads()
+    llm = Llama(
+        str(locate(model, hf_repo, hf_file)),
+        expert_streaming=streaming,
+        load_progress=load_progress,
+        # Its own context stays unused. What an "auto" cache leaves for it is what the recording takes.
+        n_ctx=ctx_size,
+        n_batch=ubatch_size,
+        n_ubatch=ubatch_size,
+        n_threads=threads,
+        n_threads_batch=threads,
+        verbose=logging.getLogger("moestream").isEnabledFor(logging.DEBUG),
+    )
+    with contextlib.closing(llm):
+        source = ", ".join(Path(name).name for name in file)
+        return record_routing(llm, texts, context=ctx_size, source=source, progress=progress)
+
+
+def run(*, output: str, **options: Any) -> int:
+    """Runs `record` for the command line, writes the trace, and returns the exit code."""
+    _require_folder(output)
+    started = time.perf_counter()
+    try:
+        with Interrupt() as interrupt, contextlib.ExitStack() as bars:
+            shown: dict[str, Any] = {}
+
+            def report(what: str, done: float, total: float, unit: str = "") -> None:
+                if interrupt.requested():
+                    raise KeyboardInterrupt
+                if what not in shown:
+                    bars.close()
+                    shown[what] = bars.enter_context(progress_bar(what, total=total, unit=unit))
+                shown[what].update(done - shown[what].n)
+
+            trace = record(
+                **options,
+                load_progress=lambda share: report("loading", share, 1.0),
+                progress=lambda done, total: report("recording", done, total, "tokens"),
+            )
+        trace.write(output)
+    except KeyboardInterrupt:
+        print(f"moestream: interrupted: {output} was not written", file=sys.stderr)
+        return INTERRUPTED
+    seconds, size, tokens = time.perf_counter() - started, Path(output).stat().st_size, len(trace.tokens)
+    texts = f"{len(trace.starts)} text{'s' if len(trace.starts) > 1 else ''}"
+    print(
+        f"{output}: {tokens:,} tokens of {texts} in {seconds:.1f} s; {format_size(size)}, {size / tokens:.1f} bytes a token"
+    )
+    return 0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `record`. They have the names that they have in `generate`."""
+    add_model_arguments(parser)
+    parser.add_argument(
+        "-f", "--file", metavar="FILE", action="append", required=True, help="a text; may be given several times"
+    )
+    parser.add_argument("-o", "--output", metavar="OUT", required=True, help="the trace to write")
+    parser.add_argument(
+        "-c",
+        "--ctx-size",
+        type=int,
+        default=4096,
+        metavar="N",
+        help="tokens of the longest text; longer ones are cut (default: %(default)s)",
+    )
+    parser.add_argument(
+        "-ub",
+        "--ubatch-size",
+        type=int,
+        default=512,
+        metavar="N",
+        help="tokens computed at once at most; 1: as in decoding (default: %(default)s)",
+    )
+    parser.add_argument("-t", "--threads", type=int, metavar="N", help="threads (default: the physical cores)")
+    parser.add_argument(
+        "--expert-cache",
+        default="auto",
+        metavar="SIZE",
+        help="memory for experts, like 3GiB (default: what is available, less 10%%)",
+    )
+    parser.add_argument(
+        "--kernels",
+        choices=("auto", "plain", "interleaved"),
+        default="auto",
+        help="layout of cached weights (default: the faster)",
+    )
+    parser.add_argument(
+        "--reader",
+        choices=("auto", "uring", "pread", "mmap"),
+        default="auto",
+        help="how experts are read (default: measured)",
+    )
+
+
+def _text(path: str | os.PathLike[str]) -> bytes:
+    try:
+        text = Path(path).read_bytes()
+    except OSError as exc:
+        raise OptionError(f"cannot read the text {path}: {exc.strerror}") from exc
+    if not text:
+        raise OptionError(f"the text {path} is empty: leave it out")
+    return text
+
+
+def _require_folder(output: str) -> None:
+    """Refuses what could not be written, before the work is done."""
+    folder = Path(output).parent
+    if not folder.is_dir():
+        raise OptionError(f"--output {output}: there is no folder {folder}; make it first")
+    if Path(output).is_dir():
+        raise OptionError(f"--output {output}: is a folder; name a file in it")
+    if not os.access(folder, os.W_OK):
+        raise OptionError(f"--output {output}: the folder {folder} cannot be written to; name another")

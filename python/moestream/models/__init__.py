@@ -1,0 +1,33 @@
+"""The two small models that ship with the package; README.md beside this file is their card."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..errors import OptionError
+
+__all__ = ["demo_model"]
+
+_FOLDER = Path(__file__).parent
+_NAMES = ("smallthinker", "qwen3moe")
+
+
+def demo_model(name: str = "smallthinker") -> Path:
+    """The file of a model that ships with the package: small, with real weights, and readable English for text.
+
+    >>> llm = Llama(str(demo_model()), expert_streaming=True)
+
+    Args:
+        name: Its architecture: "smallthinker", whose routers come before attention, or "qwen3moe", whose come after it.
+
+    Raises:
+        OptionError: There is no such model, or this copy of the package came without it.
+    """
+    if name not in _NAMES:
+        raise OptionError(f"no model {name!r} is shipped: there are {' and '.join(map(repr, _NAMES))}")
+    path = _FOLDER / f"demo-{name}.gguf"
+    if not path.is_file():
+        raise OptionError(
+            f"this copy of moestream came without {path.name}: name a model with -m FILE or -hf USER/REPO"
+        )
+    return path
