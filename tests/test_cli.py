@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import importlib.metadata
 import inspect
 import itertools
 import json
 import os
-import pty
 import re
 import signal
-import struct
 import subprocess
 import sys
-import termios
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,13 +20,12 @@ import pytest
 
 import fake_hub
 import moestream
+from command import PYTHON, at_terminal, moestream_command
 from factory import make
 from moestream import cli
 from moestream.cli import generate as generate_command
 from moestream.cli.inspect import advise, layer_ranges
 
-# llama_cpp leaves a file open at exit, which is not ours to fail for.
-PYTHON = [sys.executable, "-W", "error", "-W", "ignore::ResourceWarning", "-m", "moestream"]
 GIB = 2**30
 PROMPT_TOKENS = 1 + len("The library is")  # the tokenizer of `make` is one of bytes, with a token to begin with
 
@@ -38,17 +33,6 @@ PROMPT_TOKENS = 1 + len("The library is")  # the tokenizer of `make` is one of b
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make(tmp_path_factory.mktemp("model"), arch="qwen3moe", type="Q4_0", tokenizer="bytes")
-
-
-def moestream_command(*args: object, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*PYTHON, *map(str, args)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        stdin=subprocess.DEVNULL,
-        env={**os.environ, **env},
-    )
 
 
 def generate(model: Path, *args: object) -> subprocess.CompletedProcess[str]:
@@ -76,7 +60,7 @@ def test_alone_it_prints_its_help() -> None:
     run = moestream_command()
     assert run.returncode == 0
     assert run.stdout.startswith("usage: moestream")
-    assert "generate" in run.stdout and "inspect" in run.stdout
+    assert "demo" in run.stdout and "generate" in run.stdout and "inspect" in run.stdout
 
 
 @pytest.mark.parametrize("command", cli._COMMANDS)
@@ -110,7 +94,7 @@ def test_wrong_usage_is_refused_with_exit_code_2(args: list[str], message: str) 
     assert len(run.stderr.splitlines()) == 2  # the error, and where the help is
 
 
-@pytest.mark.parametrize("command", ["generate", "inspect"])
+@pytest.mark.parametrize("command", ["demo", "generate", "inspect"])
 def test_options_are_the_parameters_of_the_public_function(command: str) -> None:
     module = cli._COMMANDS[command]
     args = [command, "-p", "x"] if command == "generate" else [command]
@@ -118,7 +102,7 @@ def test_options_are_the_parameters_of_the_public_function(command: str) -> None
     for name in ("command", "parser", "verbose", "json", "layers"):
         options.pop(name, None)
     parameters = inspect.signature(getattr(module, command)).parameters
-    callbacks = {"on_text", "load_progress", "prompt_progress", "should_stop"}
+    callbacks = {"on_ready", "on_text", "load_progress", "prompt_progress", "should_stop"}
     assert set(options) == set(parameters) - callbacks
     for name in set(options) - {"prompt"}:
         assert options[name] == parameters[name].default, name
@@ -338,16 +322,6 @@ def test_bad_model_file_is_told_in_one_line(model: Path, tmp_path: Path, command
     assert len(run.stderr.splitlines()) == 1
 
 
-def test_without_a_model_it_says_how_to_name_one() -> None:
-    for args in (("generate", "-p", "x"), ("inspect",)):
-        run = moestream_command(*args)
-        assert run.returncode == 1
-        assert run.stderr == (
-            "moestream: error: no model is shipped with this version of moestream: "
-            "name one with -m FILE or -hf USER/REPO\n"
-        )
-
-
 def test_bad_prompt_file_is_told(model: Path, tmp_path: Path) -> None:
     run = moestream_command("generate", "-m", model, "-f", tmp_path / "none.txt")
     assert run.returncode == 1
@@ -423,21 +397,11 @@ def test_a_reader_that_leaves_early_is_no_error(model: Path) -> None:
 
 
 def test_progress_is_drawn_on_a_terminal_only(model: Path) -> None:
-    terminal, side = pty.openpty()
-    fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
-    args = ["generate", "-m", str(model), "-p", "x" * 64, "-ub", "8", "-n", "1", "-t", "1"]
-    process = subprocess.Popen([*PYTHON, *args], stdout=subprocess.DEVNULL, stderr=side)
-    os.close(side)
-    drawn = b""
-    try:
-        while piece := os.read(terminal, 4096):
-            drawn += piece
-    except OSError:  # the other side of a terminal is closed
-        pass
-    os.close(terminal)
-    assert process.wait(timeout=60) == 0
-    assert b"loading " in drawn and b"prompt " in drawn and b"/65 tokens" in drawn
-    assert b"100% |" not in generate(model, "-n", 1).stderr.encode()
+    args = ["generate", "-m", model, "-p", "x" * 64, "-ub", "8", "-n", "1", "-t", "1"]
+    code, drawn = at_terminal(*args, stdout=subprocess.DEVNULL)
+    assert code == 0
+    assert "loading " in drawn and "prompt " in drawn and "/65 tokens" in drawn
+    assert "100% |" not in generate(model, "-n", 1).stderr
 
 
 def test_generate_hands_over_text_as_it_is_made(model: Path) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import importlib.resources
 import os
 import sys
 from pathlib import Path
 
 from .. import _hub
 from ..errors import OptionError
+from ..models import demo_model
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,18 +32,6 @@ def add_hub_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-hff", "--hf-file", metavar="FILE", help="the file in that repository, instead of a QUANT")
 
 
-def default_model() -> Path:
-    """The path of the model that ships with the package.
-
-    Raises:
-        OptionError: This build of the package ships none.
-    """
-    path = importlib.resources.files("moestream") / "models" / "demo.gguf"
-    if not path.is_file():
-        raise OptionError("no model is shipped with this version of moestream: name one with -m FILE or -hf USER/REPO")
-    return Path(str(path))
-
-
 def locate(model: str | os.PathLike[str] | None, hf_repo: str | None, hf_file: str | None) -> Path:
     """The model file that the options name, downloaded first if it comes from the Hub.
 
@@ -57,7 +45,7 @@ def locate(model: str | os.PathLike[str] | None, hf_repo: str | None, hf_file: s
         raise OptionError("--hf-file names a file in a repository: give that with -hf USER/REPO")
     if hf_repo is not None:
         return _download(hf_repo, hf_file)
-    return Path(model) if model is not None else default_model()
+    return Path(model) if model is not None else demo_model()
 
 
 def _download(hf_repo: str, hf_file: str | None) -> Path:

@@ -18,7 +18,6 @@ _LABEL_WIDTH = 7
 _ENDS = {
     "stop": "the model ended the text",
     "length": "as many tokens as asked for (-n)",
-    "context": "the context is full (-c makes it larger)",
     "interrupted": "interrupted",
 }
 
@@ -37,6 +36,15 @@ def generation_as_json(generation: Generation, options: Mapping[str, Any]) -> di
     """The same as one JSON object, with the options it ran under and the versions of all that matters."""
     return {
         "model": str(generation.model),
+        **made_as_json(generation),
+        "options": {**options, "seed": generation.seed, "threads": generation.threads},
+        "versions": versions(),
+    }
+
+
+def made_as_json(generation: Generation) -> dict[str, Any]:
+    """What was made and what it took, as JSON."""
+    return {
         "text": generation.text,
         "tokens": list(generation.tokens),
         "finish_reason": generation.finish_reason,
@@ -51,7 +59,11 @@ def generation_as_json(generation: Generation, options: Mapping[str, Any]) -> di
             "decode_s": generation.decode_s,
             "decode_tokens_per_s": generation.decode_tokens_per_s,
         },
-        "memory": {"peak_rss_bytes": generation.peak_rss_bytes, "bytes_on_disk": generation.bytes_on_disk},
+        "memory": {
+            "rss_before_bytes": generation.rss_before_bytes,
+            "peak_rss_bytes": generation.peak_rss_bytes,
+            "bytes_on_disk": generation.bytes_on_disk,
+        },
         "experts": {
             "prompt": generation.prompt_stats.as_dict(),
             "decode": generation.decode_stats.as_dict(),
@@ -59,8 +71,6 @@ def generation_as_json(generation: Generation, options: Mapping[str, Any]) -> di
         }
         if generation.stats is not None
         else None,
-        "options": {**options, "seed": generation.seed, "threads": generation.threads},
-        "versions": versions(),
     }
 
 
@@ -102,10 +112,19 @@ def _facts(generation: Generation) -> Iterator[tuple[str, str]]:
     first_token_s = generation.first_token_s
     first_token = "" if first_token_s is None else f", then {_duration(first_token_s)} to the first token"
     yield "load", f"{_duration(generation.load_s)}{first_token}"
-    yield "end", _ENDS[generation.finish_reason]
+    yield "end", how_it_ended(generation)
     if stats is not None:
         for note in stats.notes:
             yield "note", note
+
+
+def how_it_ended(generation: Generation) -> str:
+    """Why the text is no longer."""
+    if generation.finish_reason != "context":
+        return _ENDS[generation.finish_reason]
+    if generation.context_tokens == generation.trained_tokens:
+        return f"the context is full: the model was trained with {generation.trained_tokens} tokens"
+    return "the context is full (-c makes it larger)"
 
 
 def _duration(seconds: float) -> str:

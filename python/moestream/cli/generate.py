@@ -26,7 +26,7 @@ from .._hub import split_set
 from ..errors import ModelError, MoestreamError, OptionError
 from ._interrupt import INTERRUPTED, Interrupt
 from ._model import add_model_arguments, locate
-from ._output import print_json, progress_bar
+from ._output import Progress, print_json
 from ._summary import generation_as_json, print_summary
 
 if TYPE_CHECKING:
@@ -67,6 +67,9 @@ class Generation:
         decode_stats: The same of decode.
         stats: The same since the model was loaded, with what does not change.
         threads: Threads of decode.
+        context_tokens: Tokens that prompt and text may have together: no more than the model was trained with.
+        trained_tokens: What that is.
+        rss_before_bytes: Resident memory of this process before the model was loaded.
         peak_rss_bytes: Highest resident memory of this process so far.
         bytes_on_disk: Size of the model's files.
     """
@@ -87,6 +90,9 @@ class Generation:
     decode_stats: ExpertStats | None
     stats: ExpertStats | None
     threads: int
+    context_tokens: int
+    trained_tokens: int
+    rss_before_bytes: int
     peak_rss_bytes: int
     bytes_on_disk: int
 
@@ -126,6 +132,7 @@ def generate(
     cache_type_k: str = "f16",
     cache_type_v: str = "f16",
     expert_streaming: bool = True,
+    mmap: bool = True,
     expert_cache: int | str = "auto",
     kernels: str = "auto",
     reader: str = "auto",
@@ -146,7 +153,8 @@ def generate(
         file: Instead of `prompt`, a file that holds it. One newline at its end is not part of the prompt.
         escape: Replace \\n, \\r, \\t, \\', \\", \\\\ and \\x41 in the prompt by what they stand for, as llama.cpp does.
         n_predict: Tokens to write at most; -1 writes until the text ends or the context is full; 0 writes nothing.
-        ctx_size: Tokens that prompt and text may have together; 0 is what the model was trained with.
+        ctx_size: Tokens that prompt and text may have together; 0 is what the model was trained with, and more than that
+            are never written.
         threads: Threads of decode, by default one per physical core this process may use.
         threads_batch: Threads of prompts, by default `threads`.
         batch_size: Tokens llama.cpp is handed at once at most.
@@ -161,6 +169,8 @@ def generate(
         flash_attn: Use flash attention. A quantised `cache_type_v` needs it.
         cache_type_k, cache_type_v: Types of the KV cache, one of CACHE_TYPES.
         expert_streaming: False loads the whole model, as llama_cpp.Llama does, to compare with.
+        mmap: Without `expert_streaming`, map the file instead of reading it, as llama_cpp.Llama does by default. Pages of
+            weights that are repacked stay mapped and count twice in the resident memory.
         expert_cache, kernels, reader, direct, verify: As in `moestream.ExpertStreaming`.
         on_text: Is handed each piece of text as it is made.
         load_progress: Is told the share of the model that is loaded, from 0 to 1; what it raises breaks loading off. It
@@ -174,6 +184,8 @@ def generate(
     Raises:
         MoestreamError: The options or the model are no good, or the prompt could not be evaluated.
     """
+    import llama_cpp
+
     from .. import ExpertStreaming, describe
 
     text = _prompt_text(prompt, file).encode(errors="surrogateescape")
@@ -199,6 +211,7 @@ def generate(
     seed = secrets.randbelow(_SEED_END) if seed == -1 else seed
     threads = threads or _default_threads()
 
+    rss_before_bytes = memory.rss_bytes()
     started = time.perf_counter()
     llm = _load(
         path,
@@ -211,6 +224,7 @@ def generate(
         n_threads_batch=threads_batch or threads,
         last_n_tokens_size=repeat_last_n,
         lora_path=None if lora is None else str(lora),
+        use_mmap=mmap,
         flash_attn=flash_attn,
         type_k=type_k,
         type_v=type_v,
@@ -219,7 +233,9 @@ def generate(
     with contextlib.closing(llm):
         load_s = time.perf_counter() - started
         prompt_tokens = llm.tokenize(text, add_bos=True, special=True)
-        room = _room(len(prompt_tokens), n_ctx=len(llm.input_ids), n_predict=n_predict)
+        trained_tokens = llama_cpp.llama_model_n_ctx_train(llm.model)
+        context_tokens = min(len(llm.input_ids), trained_tokens)
+        room = _room(len(prompt_tokens), n_ctx=context_tokens, n_trained=trained_tokens, n_predict=n_predict)
         logits_processor = _without_ends(llm) if ignore_eos else None
         stats = [llm.expert_stats()] if expert_streaming else []
 
@@ -262,6 +278,9 @@ def generate(
         decode_stats=stats[2].since(stats[1]) if stats else None,
         stats=stats[2] if stats else None,
         threads=threads,
+        context_tokens=context_tokens,
+        trained_tokens=trained_tokens,
+        rss_before_bytes=rss_before_bytes,
         peak_rss_bytes=memory.peak_rss_bytes(),
         bytes_on_disk=bytes_on_disk,
     )
@@ -269,22 +288,7 @@ def generate(
 
 def run(*, json: bool, **options: Any) -> int:
     """Runs `generate` for the command line and returns the exit code."""
-    with Interrupt() as interrupt, progress_bar("loading", total=1.0) as load_bar, contextlib.ExitStack() as bars:
-        prompt_bar: Any = None
-
-        def load_progress(share: float) -> None:
-            if interrupt.requested():
-                raise KeyboardInterrupt
-            load_bar.update(share - load_bar.n)
-
-        def prompt_progress(done: int, total: int) -> None:
-            nonlocal prompt_bar
-            load_bar.close()
-            if prompt_bar is None:
-                prompt_bar = bars.enter_context(progress_bar("prompt", total=total, unit="tokens"))
-            prompt_bar.update(done - prompt_bar.n)
-            if done == total:
-                prompt_bar.close()
+    with Interrupt() as interrupt, Progress(interrupt.requested) as progress:
 
         def on_text(piece: str) -> None:
             sys.stdout.write(piece)
@@ -293,8 +297,8 @@ def run(*, json: bool, **options: Any) -> int:
         generation = generate(
             **options,
             on_text=_ignore if json else on_text,
-            load_progress=load_progress,
-            prompt_progress=prompt_progress,
+            load_progress=progress.load,
+            prompt_progress=progress.prompt,
             should_stop=interrupt.requested,
         )
     if json:
@@ -335,26 +339,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text.add_argument("--ignore-eos", action="store_true", help="write on where the model would end the text")
     text.add_argument("--json", action="store_true", help="print one JSON object: text, timings, statistics, versions")
 
-    sampling = parser.add_argument_group("sampling")
-    sampling.add_argument(
-        "--temp", type=float, default=0.8, metavar="T", help="temperature; 0: greedy (default: %(default)s)"
-    )
-    sampling.add_argument(
-        "-s", "--seed", type=int, default=-1, metavar="N", help="-1: a random one (default: %(default)s)"
-    )
-    sampling.add_argument("--top-k", type=int, default=40, metavar="N", help="0: off (default: %(default)s)")
-    sampling.add_argument("--top-p", type=float, default=0.95, metavar="P", help="1: off (default: %(default)s)")
-    sampling.add_argument("--min-p", type=float, default=0.05, metavar="P", help="0: off (default: %(default)s)")
-    sampling.add_argument(
-        "--repeat-penalty", type=float, default=1.0, metavar="X", help="1: off (default: %(default)s)"
-    )
-    sampling.add_argument(
-        "--repeat-last-n",
-        type=int,
-        default=64,
-        metavar="N",
-        help="tokens that penalty looks back on (default: %(default)s)",
-    )
+    add_sampling_arguments(parser)
 
     running = parser.add_argument_group("running")
     running.add_argument(
@@ -434,6 +419,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="expert_streaming",
         action="store_false",
         help="load the whole model as llama-cpp-python does, to compare with",
+    )
+    streaming.add_argument(
+        "--mmap",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="for that, map the file instead of reading it (default: on)",
+    )
+
+
+def add_sampling_arguments(
+    parser: argparse.ArgumentParser, *, temp: float = 0.8, seed: int = -1, repeat_penalty: float = 1.0
+) -> None:
+    """Adds the options that say how tokens are drawn, with their defaults."""
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument(
+        "--temp", type=float, default=temp, metavar="T", help="temperature; 0: greedy (default: %(default)s)"
+    )
+    sampling.add_argument(
+        "-s", "--seed", type=int, default=seed, metavar="N", help="-1: a random one (default: %(default)s)"
+    )
+    sampling.add_argument("--top-k", type=int, default=40, metavar="N", help="0: off (default: %(default)s)")
+    sampling.add_argument("--top-p", type=float, default=0.95, metavar="P", help="1: off (default: %(default)s)")
+    sampling.add_argument("--min-p", type=float, default=0.05, metavar="P", help="0: off (default: %(default)s)")
+    sampling.add_argument(
+        "--repeat-penalty", type=float, default=repeat_penalty, metavar="X", help="1: off (default: %(default)s)"
+    )
+    sampling.add_argument(
+        "--repeat-last-n",
+        type=int,
+        default=64,
+        metavar="N",
+        help="tokens that penalty looks back on (default: %(default)s)",
     )
 
 
@@ -521,12 +538,14 @@ def _check_sampling(temp: float, repeat_penalty: float, repeat_last_n: int, seed
         raise OptionError(f"--seed {seed}: give a number from 0 to {_SEED_END - 1}, or -1 for a random one")
 
 
-def _room(n_prompt: int, *, n_ctx: int, n_predict: int) -> int:
+def _room(n_prompt: int, *, n_ctx: int, n_trained: int, n_predict: int) -> int:
     """Tokens that may be written after a prompt of `n_prompt` tokens."""
     if n_prompt == 0:
         raise OptionError("the prompt is empty, and this model has no token to begin a text with: give a prompt")
     if n_prompt >= n_ctx:
-        wanted = n_prompt + max(n_predict, 1)
+        if n_prompt >= n_trained:
+            raise OptionError(f"the prompt has {n_prompt} tokens, the model was trained with {n_trained}: shorten it")
+        wanted = min(n_prompt + max(n_predict, 1), n_trained)
         raise OptionError(f"the prompt has {n_prompt} tokens, the context holds {n_ctx}: raise -c to {wanted}")
     return n_ctx - n_prompt if n_predict == -1 else min(n_predict, n_ctx - n_prompt)
 

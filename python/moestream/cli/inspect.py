@@ -97,7 +97,7 @@ def run(*, json: bool, layers: bool, **options: Any) -> int:
     print(f"{description.name} ({description.architecture})" if description.name else description.architecture)
     print_columns(_files(description), right=[1], indent=2)
     print()
-    print(_shape(description))
+    print(shape(description))
     if layers:
         print()
         print_columns(_every_layer(description.moe_layers), right=[0, 1, -2, -1])
@@ -129,6 +129,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
+def shape(description: ModelDescription) -> str:
+    """How many layers and experts a model has, in a sentence."""
+    moe_layers = description.moe_layers
+    which = "all" if len(moe_layers) == description.layers else str(len(moe_layers))
+    counts = " or ".join(str(count) for count in sorted({layer.experts for layer in moe_layers}))
+    used = description.experts_used
+    return f"{description.layers} layers, {which} with experts: {counts} in each, {used} used for a token"
+
+
 def layer_ranges(layers: Sequence[int]) -> str:
     """Layer numbers in short: [0, 1, 2, 5, 6, 9] is "0-2, 5-6, 9"."""
     ranges = []
@@ -141,14 +150,6 @@ def layer_ranges(layers: Sequence[int]) -> str:
 def _files(description: ModelDescription) -> Iterator[tuple[str, str]]:
     for file in description.files:
         yield Path(file.path).name, format_size(file.size_bytes)
-
-
-def _shape(description: ModelDescription) -> str:
-    moe_layers = description.moe_layers
-    which = "all" if len(moe_layers) == description.layers else str(len(moe_layers))
-    counts = " or ".join(str(count) for count in sorted({layer.experts for layer in moe_layers}))
-    used = description.experts_used
-    return f"{description.layers} layers, {which} with experts: {counts} in each, {used} used for a token"
 
 
 def _kinds_of_layers(moe_layers: Sequence[MoeLayer]) -> Iterator[tuple[list[int], Sequence[ExpertMatrix]]]:
