@@ -1,0 +1,160 @@
+"""From text to the files that ship: the order of the work, and where each result is kept.
+
+    work/downloads/              packages as fetched
+    work/corpus/                 documents, and the manifest of sources and licences
+    work/tokenizer.json
+    work/{train,validation}.npy  tokens
+    work/MODEL.checkpoint        training, to go on from
+    work/MODEL/                  Hugging Face folder: weights in F16, configuration, tokenizer
+    work/MODEL-{F32,F16,Q4_0}.gguf
+    work/loss.png
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from . import baselines, corpus, export, stream, tokenizer, training
+from .model import ModelConfig
+from .training import History, Plan
+
+NAMES = {"smallthinker": "moestream demo SmallThinker", "qwen3moe": "moestream demo Qwen3-MoE"}
+DESCRIPTION = "A small model with real weights to try expert streaming on; it writes English of the kinds it was trained on."
+
+
+class ReleaseError(Exception):
+    """A step cannot be done; the message says which and why."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """Text as tokens."""
+
+    train: np.ndarray  # [n], uint16: documents in their order, repeated by the weight of their source, each closed by the end token
+    validation: np.ndarray  # [n], uint16: each document once
+    starts: np.ndarray  # [documents + 1], int64: where each validation document begins, and the end
+    baselines: dict[str, float]  # nats a token on the validation text
+
+
+def plan(kind: str, steps: int, seed: int, threads: int) -> Plan:
+    return Plan(ModelConfig(kind), steps=steps, seed=seed, threads=threads)
+
+
+def prepare_data(work: Path) -> Data:
+    """Fetches, cleans and encodes what is not there yet.
+
+    Raises:
+        CorpusError: A package is missing or not what it was.
+        ReleaseError: No room, or the folder cannot be written.
+    """
+    with _disk_errors(work):
+        manifest = corpus.build(work / "corpus", work / "downloads")
+        vocabulary = work / "tokenizer.json"
+        if not vocabulary.exists():
+            tokenizer.train(work / "corpus", vocabulary)
+        tokens = work / "train.npy"
+        if not tokens.exists():
+            weights = {source["name"]: source["weight"] for source in manifest.sources}
+            _encode(work, "validation", {})
+            _encode(work, "train", weights)
+        data = np.load(tokens, mmap_mode="r"), np.load(work / "validation.npy")
+        kept = work / "baselines.json"
+        if not kept.exists():
+            _write(kept, json.dumps(baselines.measure(*data, export_vocabulary(vocabulary))).encode())
+        return Data(*data, np.load(work / "validation-starts.npy"), json.loads(kept.read_text()))
+
+
+def export_vocabulary(file: Path) -> int:
+    return tokenizer.load(file).get_vocab_size()
+
+
+def train_and_export(plan: Plan, data: Data, work: Path) -> None:
+    """Trains a model to its end, going on from its checkpoint, and writes every form of it that is not there yet."""
+    kind = plan.model.kind
+    windows = stream.windows(data.validation, plan.model.context)
+    with _disk_errors(work):
+        model, history = training.train(
+            plan,
+            data.train,
+            windows[np.linspace(0, len(windows) - 1, training.VALIDATION_WINDOWS).astype(int)],
+            work / f"{kind}.checkpoint",
+            on_report=lambda history: _draw(work, kind, history, data),
+        )
+        _write(work / f"{kind}-history.json", json.dumps(vars(history)).encode())
+        state = {name: tensor.numpy() for name, tensor in model.export().items()}
+        folder = work / kind
+        if folder.exists():
+            shutil.rmtree(folder)
+        export.to_hugging_face(plan.model, state, work / "tokenizer.json", folder)
+        for type in ("F32", "F16"):
+            export.to_gguf(
+                plan.model,
+                state,
+                work / "tokenizer.json",
+                work / f"{kind}-{type}.gguf",
+                name=NAMES[kind],
+                description=DESCRIPTION,
+                license="other",
+                type=type,
+            )
+        export.quantize(work / f"{kind}-F16.gguf", work / f"{kind}-Q4_0.gguf", threads=plan.threads)
+
+
+def _encode(work: Path, name: str, weights: dict[str, int]) -> None:
+    encoder = tokenizer.load(work / "tokenizer.json")
+    with open(work / "corpus" / f"{name}.jsonl", encoding="utf-8") as file:
+        documents = [json.loads(line) for line in file]
+    encoded = tokenizer.encode_documents(encoder, [document["text"] for document in documents])
+    # A document's id begins with the name of its source.
+    repeats = [weights.get(document["id"].partition("/")[0], 1) for document in documents]
+    pieces = [piece for piece, times in zip(encoded, repeats, strict=True) for _ in range(times)]
+    _save(work / f"{name}-starts.npy", np.cumsum([0, *map(len, pieces)]))
+    _save(work / f"{name}.npy", np.concatenate(pieces))
+
+
+def _draw(work: Path, kind: str, history: History, data: Data) -> None:
+    """The picture of all models' losses so far."""
+    histories = {}
+    for file in sorted(work.glob("*-history.json")):
+        kept = json.loads(file.read_text())
+        histories[file.name.removesuffix("-history.json")] = History(kept["train"], kept["validation"], kept["seconds"])
+    training.draw_losses({**histories, kind: history}, data.baselines, work / "loss.png")
+
+
+def _save(path: Path, array: np.ndarray) -> None:
+    part = path.with_name(path.name + ".part")
+    with open(part, "wb") as file:
+        np.save(file, array)
+    os.replace(part, path)
+
+
+def _write(path: Path, content: bytes) -> None:
+    part = path.with_name(path.name + ".part")
+    part.write_bytes(content)
+    os.replace(part, path)
+
+
+@contextlib.contextmanager
+def _disk_errors(work: Path) -> Iterator[None]:
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+        yield
+    except (corpus.CorpusError, ReleaseError):
+        raise
+    except OSError as error:
+        raise ReleaseError(
+            f"{error.filename or work}: {error.strerror or error}; what was finished is kept in {work}, and the same command goes on"
+        ) from error
+
+
+def say(line: str) -> None:
+    print(f"train_demo_model: {line}", file=sys.stderr, flush=True)
