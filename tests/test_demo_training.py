@@ -19,7 +19,16 @@ from demo_model.optimiser import orthogonal  # noqa: E402
 from demo_model.stream import Batches, windows  # noqa: E402
 
 TINY = dict(
-    vocab_size=96, n_layers=2, d_model=32, n_heads=2, n_kv_heads=1, head_dim=16, n_experts=6, top_k=2, d_expert=32, context=16
+    vocab_size=96,
+    n_layers=2,
+    d_model=32,
+    n_heads=2,
+    n_kv_heads=1,
+    head_dim=16,
+    n_experts=6,
+    top_k=2,
+    d_expert=32,
+    context=16,
 )
 
 
@@ -32,7 +41,9 @@ def one_thread():
 
 
 def plan(kind: str = "smallthinker", **changes) -> training.Plan:
-    return training.Plan(ModelConfig(kind, **TINY), **{"steps": 12, "batch": 2, "threads": 1, "validate_every": 4, **changes})
+    return training.Plan(
+        ModelConfig(kind, **TINY), **{"steps": 12, "batch": 2, "threads": 1, "validate_every": 4, **changes}
+    )
 
 
 def tokens(count: int = 2000) -> np.ndarray:
@@ -66,11 +77,15 @@ def test_grouped_products_are_those_of_each_expert_alone(counts: list[int]) -> N
     rows = grouped.grouped_linear(grouped.dispatch(x, groups), first, groups) * groups.weights(weights)[:, None]
     ours = grouped.collect(grouped.grouped_linear(rows, second, groups), groups)
     one_by_one = torch.einsum("toi,ti->to", second[experts[:, 0]] @ first[experts[:, 0]], x) * weights[:, :1]
-    one_by_one = one_by_one + torch.einsum("toi,ti->to", second[experts[:, 1]] @ first[experts[:, 1]], x) * weights[:, 1:]
+    one_by_one = (
+        one_by_one + torch.einsum("toi,ti->to", second[experts[:, 1]] @ first[experts[:, 1]], x) * weights[:, 1:]
+    )
 
     torch.testing.assert_close(ours, one_by_one, rtol=1e-4, atol=1e-4)
     inputs = (x, first, second, weights)
-    for mine, theirs in zip(torch.autograd.grad(ours, inputs, seed), torch.autograd.grad(one_by_one, inputs, seed), strict=True):
+    for mine, theirs in zip(
+        torch.autograd.grad(ours, inputs, seed), torch.autograd.grad(one_by_one, inputs, seed), strict=True
+    ):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
     assert groups.counts.tolist() == torch.bincount(experts.flatten(), minlength=6).tolist()
 

@@ -489,7 +489,8 @@ def test_stats_count_what_happened(reader: Any, direct: Any, model: Path) -> Non
         assert stats.bytes_read >= stats.misses * expert_bytes
         assert stats.hit_rate == stats.hits / (stats.hits + stats.misses)
         assert stats.read_bandwidth == stats.bytes_read / stats.read_s > 0
-        assert 0 < stats.wait_s and 0 < stats.compute_s
+        assert 0 < stats.compute_s
+        assert 0 <= stats.wait_s  # 0 if each read was done when it was asked about, as from the page cache
         assert (stats.reader, stats.kernels) == (reader, "plain")
         assert direct == "auto" or not stats.direct
 

@@ -49,7 +49,9 @@ def load(path: Path) -> dict:
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
     if not content.startswith(MAGIC):
-        raise CheckpointError(f"{path}: not a checkpoint of this program (it does not begin with {MAGIC[:-1].decode()!r}); {remedy}")
+        raise CheckpointError(
+            f"{path}: not a checkpoint of this program (it does not begin with {MAGIC[:-1].decode()!r}); {remedy}"
+        )
     digest_end = len(MAGIC) + hashlib.sha256().digest_size
     payload = memoryview(content)[digest_end:]
     if hashlib.sha256(payload).digest() != content[len(MAGIC) : digest_end]:

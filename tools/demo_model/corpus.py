@@ -189,7 +189,9 @@ def _read(source: Source, packages: Sequence[Package], scratch: Path) -> list[Do
 
 
 def _recipe(sources: Sequence[Source]) -> str:
-    parts = [str([(s.name, s.packages, s.kind, s.licence, s.files, s.reader.__name__, s.cap, s.weight) for s in sources])]
+    parts = [
+        str([(s.name, s.packages, s.kind, s.licence, s.files, s.reader.__name__, s.cap, s.weight) for s in sources])
+    ]
     parts += [inspect.getsource(module) for module in (corpus_readers, corpus_text, sys.modules[__name__])]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 

@@ -1,12 +1,12 @@
 """What can go wrong while the corpus is made.
 
-    CorpusError
-    ├── NoApt               no apt-get on this machine
-    ├── MissingPackage      apt-get knows no such package, or cannot reach its mirror
-    ├── UnreadablePackage   the .deb is damaged
-    ├── MissingReader       a Python library that reads one format is not installed
-    ├── TooFewDocuments     the package is not what it was when its reader was written
-    └── NoRoom              the disk is full (also an OSError)
+CorpusError
+├── NoApt               no apt-get on this machine
+├── MissingPackage      apt-get knows no such package, or cannot reach its mirror
+├── UnreadablePackage   the .deb is damaged
+├── MissingReader       a Python library that reads one format is not installed
+├── TooFewDocuments     the package is not what it was when its reader was written
+└── NoRoom              the disk is full (also an OSError)
 """
 
 from __future__ import annotations

@@ -160,7 +160,9 @@ def _wordnet_senses(folder: Path) -> Iterator[str]:
             if not re.fullmatch(r"[a-z][a-z' -]{2,30}", word):
                 continue
             part = "noun"
-            for mark, sense in re.findall(r"(?:^|\n) +(?:(n|v|adj|adv) )?\d+: (.*?)(?=\n +(?:(?:n|v|adj|adv) )?\d+: |$)", body, re.S):
+            for mark, sense in re.findall(
+                r"(?:^|\n) +(?:(n|v|adj|adv) )?\d+: (.*?)(?=\n +(?:(?:n|v|adj|adv) )?\d+: |$)", body, re.S
+            ):
                 part = _WORDNET_CLASS.get(mark, part)
                 sense = clean(re.sub(r"\[(?:syn|ant|also):[^\]]*\]|[{}]", "", sense))
                 meaning, _, example = sense.partition('; "')
@@ -177,7 +179,9 @@ def foldoc(folder: Path) -> Iterator[tuple[str, list[str]]]:
         for _, path in _files(folder, "foldoc.dict.dz"):
             for entry in re.split(r"\n(?=\S)", _text(path)):
                 word, _, body = entry.partition("\n")
-                body = re.sub(r"\{\([^)]*\)\}|\{[^{}]*\(https?://[^{}]*\}|\[[^\]]*\]|<[a-z, -]+>|\(\d{4}-\d\d-\d\d\)", " ", body)
+                body = re.sub(
+                    r"\{\([^)]*\)\}|\{[^{}]*\(https?://[^{}]*\}|\[[^\]]*\]|<[a-z, -]+>|\(\d{4}-\d\d-\d\d\)", " ", body
+                )
                 body = re.sub(r"[{}]|__", "", body)
                 found = prose(re.sub(r"^\d\. ", "", text) for text in paragraphs(body))
                 if found and len(" ".join(found)) >= 120:
@@ -268,13 +272,23 @@ def endless_sky(folder: Path) -> Iterator[tuple[str, list[str]]]:
         for number, block in enumerate(re.split(r"\n(?=\S)", _text(path))):
             told = re.findall(r"(?m)^\s*(?:description |dialog |spaceport |log .*?)?`([^`]+)`", block)
             told += re.findall(r'(?m)^\s*(?:description|log|spaceport) "([^"]{60,})"', block)
-            told = [re.sub(r"<(first|last|ship|planet|destination|system|origin|npc|commodity)>", _stand_in, text) for text in told]
+            told = [
+                re.sub(r"<(first|last|ship|planet|destination|system|origin|npc|commodity)>", _stand_in, text)
+                for text in told
+            ]
             found = prose((text.replace("\t", " ") for text in told if "<" not in text), shortest=50)
             yield f"{name.rsplit('/data/', 1)[-1]} {number:04}", found
 
 
 def _stand_in(match: re.Match[str]) -> str:
-    names = {"first": "Alex", "last": "Morgan", "ship": "Swallow", "commodity": "grain", "npc": "Heron", "system": "Sol"}
+    names = {
+        "first": "Alex",
+        "last": "Morgan",
+        "ship": "Swallow",
+        "commodity": "grain",
+        "npc": "Heron",
+        "system": "Sol",
+    }
     return names.get(match[1], "Earth")
 
 
@@ -286,7 +300,14 @@ def crawl(folder: Path) -> Iterator[tuple[str, list[str]]]:
             head, _, body = re.sub(r"(?m)^#.*\n?", "", entry).strip("\n").partition("\n\n")
             if found := prose(paragraphs(body)):
                 word = clean(head)
-                yield "\n".join([f"{word}: {found[0]}" if word[:1].isalpha() and ":" not in word and "\n" not in head and "_" not in word else found[0], *found[1:]])
+                yield "\n".join(
+                    [
+                        f"{word}: {found[0]}"
+                        if word[:1].isalpha() and ":" not in word and "\n" not in head and "_" not in word
+                        else found[0],
+                        *found[1:],
+                    ]
+                )
 
     for name, path in _files(folder, ".txt"):
         if path.parent.name in ("descript",):
@@ -386,7 +407,7 @@ def pod(folder: Path) -> Iterator[tuple[str, list[str]]]:
         for block in blocks:
             block = re.sub(r"[XZ]<[^<>]*>", "", block)
             for _ in range(3):  # codes nest
-                block = re.sub(r"L<(?:([^<>|]+)\|)?([^<>]*)>", lambda m: m[1] or m[2].strip("/\""), block)
+                block = re.sub(r"L<(?:([^<>|]+)\|)?([^<>]*)>", lambda m: m[1] or m[2].strip('/"'), block)
                 block = re.sub(r"[BCEFIS]<(?:<+ )?([^<>]*)(?: >+)?>", r"\1", block)
             plain.append(block)
         yield name, prose(plain, shortest=60)

@@ -81,7 +81,9 @@ class LayerReport(NamedTuple):
 
     balance: Tensor  # 1 when all experts are used alike
     activity: Tensor  # what ReLU lets through, by the gate's own scale: 0.4 if half of it, less if less
-    router: Tensor  # mean square of the router's logits; if they grow, sigmoids round to 1 and the choice is left to ties
+    router: (
+        Tensor  # mean square of the router's logits; if they grow, sigmoids round to 1 and the choice is left to ties
+    )
     counts: Tensor  # [n_experts], int64: how many tokens each was given
     zeros: Tensor  # share of the gate's outputs that the activation makes exactly 0
 
@@ -113,7 +115,9 @@ class DemoModel(nn.Module):
             routings.append(routing)
         return self.norm(residual).flatten(0, 1), reports, routings
 
-    def loss(self, tokens: Tensor, targets: Tensor, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, list[LayerReport]]:
+    def loss(
+        self, tokens: Tensor, targets: Tensor, dtype: torch.dtype = torch.bfloat16
+    ) -> tuple[Tensor, list[LayerReport]]:
         """Mean cross entropy in nats of targets [batch, length] given the tokens before them."""
         hidden, reports, _ = self.hidden(tokens, dtype)
         return next_token_loss(hidden, self.embed.effective(), targets.flatten(), dtype), reports

@@ -1,34 +1,46 @@
 """From text to the files that ship: the order of the work, and where each result is kept.
 
-    work/downloads/              packages as fetched
-    work/corpus/                 documents, and the manifest of sources and licences
-    work/tokenizer.json
-    work/{train,validation}.npy  tokens
-    work/MODEL.checkpoint        training, to go on from
-    work/MODEL/                  Hugging Face folder: weights in F16, configuration, tokenizer
-    work/MODEL-{F32,F16,Q4_0}.gguf
-    work/loss.png
+work/downloads/              packages as fetched
+work/corpus/                 documents, and the manifest of sources and licences
+work/tokenizer.json
+work/{train,validation}.npy  tokens
+work/MODEL.checkpoint        training, to go on from
+work/MODEL/                  Hugging Face folder: weights in F16, configuration, tokenizer
+work/MODEL-{F32,F16,Q4_0}.gguf
+work/MODEL.trace             routing on validation text
+work/MODEL-facts.json        what the card says
+work/loss.png
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import gzip
 import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 
-from . import baselines, corpus, export, stream, tokenizer, training
-from .model import ModelConfig
+import moestream
+
+from . import baselines, card, checkpoint, corpus, export, facts, stream, tokenizer, training
+from .model import DemoModel, ModelConfig
 from .training import History, Plan
 
 NAMES = {"smallthinker": "moestream demo SmallThinker", "qwen3moe": "moestream demo Qwen3-MoE"}
-DESCRIPTION = "A small model with real weights to try expert streaming on; it writes English of the kinds it was trained on."
+DESCRIPTION = (
+    "A small model with real weights to try expert streaming on; it writes English of the kinds it was trained on."
+)
+
+MOST_BYTES = 12_000_000
 
 
 class ReleaseError(Exception):
@@ -39,7 +51,9 @@ class ReleaseError(Exception):
 class Data:
     """Text as tokens."""
 
-    train: np.ndarray  # [n], uint16: documents in their order, repeated by the weight of their source, each closed by the end token
+    train: (
+        np.ndarray
+    )  # [n], uint16: documents in their order, repeated by the weight of their source, each closed by the end token
     validation: np.ndarray  # [n], uint16: each document once
     starts: np.ndarray  # [documents + 1], int64: where each validation document begins, and the end
     baselines: dict[str, float]  # nats a token on the validation text
@@ -109,6 +123,68 @@ def train_and_export(plan: Plan, data: Data, work: Path) -> None:
         export.quantize(work / f"{kind}-F16.gguf", work / f"{kind}-Q4_0.gguf", threads=plan.threads)
 
 
+def measure(plan: Plan, data: Data, work: Path) -> dict[str, Any]:
+    """All that the card says about a model, from its files in `work`."""
+    kind = plan.model.kind
+    history = json.loads((work / f"{kind}-history.json").read_text())
+    files = {type: work / f"{kind}-{type}.gguf" for type in ("F32", "F16", "Q4_0")}
+    model = DemoModel(plan.model)
+    state = checkpoint.load(work / f"{kind}.checkpoint")["model"]
+    model.load_state_dict(state)
+    rounded = export.f16_values(plan.model, {name: tensor.numpy() for name, tensor in model.export().items()})
+    model.load_export({name: torch.from_numpy(array) for name, array in rounded.items()})
+
+    windows = stream.windows(data.validation, plan.model.context)
+    some = facts.spread(windows, facts.PERPLEXITY_WINDOWS)
+    few = facts.spread(windows, facts.AGREEMENT_TOKENS // plan.model.context)
+    say(f"{kind}: perplexity")
+    perplexity = facts.perplexities({type: files[type] for type in ("F16", "Q4_0")}, some)
+    say(f"{kind}: logits against PyTorch")
+    agreement = facts.agreements(model, {type: files[type] for type in ("F32", "F16")}, few[:, :-1])
+    say(f"{kind}: routing trace and samples")
+    documents = facts.some_documents(data.validation, data.starts, facts.TRACE_TOKENS)
+    trace = facts.trace(files["Q4_0"], documents, f"{len(documents)} documents of the demo models' validation text")
+    trace.write(work / f"{kind}.trace")
+    return {
+        "config": plan.model.as_dict(),
+        "parameters": plan.model.parameters,
+        "active_parameters": plan.model.active_parameters,
+        "tokens": plan.tokens,
+        "seconds": history["seconds"],
+        "perplexity": perplexity,
+        "agreement": {type: dataclasses.asdict(found) for type, found in agreement.items()},
+        "zeros": facts.zeros_by_layer(model, some[:8]),
+        "routing": moestream.routing_statistics(trace).as_dict(),
+        "samples": facts.samples(files["Q4_0"]),
+    }
+
+
+def ship(plans: Sequence[Plan], data: Data, work: Path, package: Path) -> None:
+    """Measures the models and puts what ships into the package: models, traces, validation text, card and picture.
+
+    Raises:
+        ReleaseError: A model is not trained yet, or a file is larger than the package may have.
+    """
+    manifest = json.loads((work / "corpus" / "manifest.json").read_text())
+    found = {}
+    for plan in plans:
+        kind = plan.model.kind
+        if not (work / f"{kind}-Q4_0.gguf").exists():
+            raise ReleaseError(f"{work}: has no {kind} yet, and all models ship together: run without --model first")
+        if (size := (work / f"{kind}-Q4_0.gguf").stat().st_size) > MOST_BYTES:
+            raise ReleaseError(f"{kind}-Q4_0.gguf has {size} bytes, and {MOST_BYTES} may ship: make the model smaller")
+        found[kind] = measure(plan, data, work)
+        _write(work / f"{kind}-facts.json", json.dumps(found[kind], indent=1).encode())
+    with _disk_errors(package):
+        for kind in found:
+            _copy(work / f"{kind}-Q4_0.gguf", package / f"demo-{kind}.gguf")
+            _copy(work / f"{kind}.trace", package / f"demo-{kind}.trace")
+        _copy(work / "loss.png", package / "loss.png")
+        validation = (work / "corpus" / "validation.jsonl").read_bytes()
+        _write(package / "validation.jsonl.gz", gzip.compress(validation, mtime=0))
+        _write(package / "README.md", card.render(manifest, data.baselines, found).encode())
+
+
 def _encode(work: Path, name: str, weights: dict[str, int]) -> None:
     encoder = tokenizer.load(work / "tokenizer.json")
     with open(work / "corpus" / f"{name}.jsonl", encoding="utf-8") as file:
@@ -135,6 +211,10 @@ def _save(path: Path, array: np.ndarray) -> None:
     with open(part, "wb") as file:
         np.save(file, array)
     os.replace(part, path)
+
+
+def _copy(source: Path, target: Path) -> None:
+    _write(target, source.read_bytes())
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -68,7 +68,12 @@ class Interrupted(Exception):
 
 
 def train(
-    plan: Plan, tokens: np.ndarray, validation: np.ndarray, file: Path, *, on_report: Callable[[History], None] = lambda _: None
+    plan: Plan,
+    tokens: np.ndarray,
+    validation: np.ndarray,
+    file: Path,
+    *,
+    on_report: Callable[[History], None] = lambda _: None,
 ) -> tuple[DemoModel, History]:
     """Trains to the end, going on from `file` if it is there. SIGINT and SIGTERM end it at the next step, with a checkpoint.
 
@@ -116,7 +121,9 @@ def train(
     return model, history
 
 
-def _step(plan: Plan, model: DemoModel, optimiser: Optimiser, batches: Batches, step: int) -> tuple[float, list[LayerReport]]:
+def _step(
+    plan: Plan, model: DemoModel, optimiser: Optimiser, batches: Batches, step: int
+) -> tuple[float, list[LayerReport]]:
     model.set_quantised(plan.sees_quantised(step))
     batch = torch.from_numpy(batches.at(step))
     loss, reports = model.loss(batch[:, :-1], batch[:, 1:])
@@ -177,7 +184,10 @@ def _line(plan: Plan, history: History, reports: list[LayerReport]) -> str:
 def _stop_requests() -> Iterator[list]:
     """A list that is empty until SIGINT or SIGTERM comes."""
     requests: list = []
-    before = {number: signal.signal(number, lambda number, _: requests.append(number)) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {
+        number: signal.signal(number, lambda number, _: requests.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield requests
     finally:
@@ -196,14 +206,30 @@ def draw_losses(history: dict[str, History], baselines: dict[str, float], file: 
     for colour, (name, one) in zip(("tab:blue", "tab:orange"), history.items(), strict=False):
         width = max(1, min(25, len(one.train) // 4))
         smooth = np.convolve(one.train, np.ones(width) / width, mode="valid")
-        axes.plot(np.arange(width, len(one.train) + 1), smooth, color=colour, alpha=0.5, label=f"{name}, training (mean of {width} steps)")
+        axes.plot(
+            np.arange(width, len(one.train) + 1),
+            smooth,
+            color=colour,
+            alpha=0.5,
+            label=f"{name}, training (mean of {width} steps)",
+        )
         steps, losses = zip(*one.validation, strict=True) if one.validation else ((), ())
         axes.plot(steps, losses, "o-", markersize=3, color=colour, label=f"{name}, validation")
     for name, nats in baselines.items():
         axes.axhline(nats, linestyle="--", linewidth=1, color="grey")
-        axes.annotate(f"{name}: {nats:.2f}", (1, nats), (-4, 3), xycoords=("axes fraction", "data"), textcoords="offset points", ha="right", color="grey")
+        axes.annotate(
+            f"{name}: {nats:.2f}",
+            (1, nats),
+            (-4, 3),
+            xycoords=("axes fraction", "data"),
+            textcoords="offset points",
+            ha="right",
+            color="grey",
+        )
     axes.set(xlabel="steps", ylabel="loss, nats a token", title="Loss of the demo models")
-    axes.set_ylim(top=max([*baselines.values(), *(loss for one in history.values() for _, loss in one.validation)]) + 0.3)
+    axes.set_ylim(
+        top=max([*baselines.values(), *(loss for one in history.values() for _, loss in one.validation)]) + 0.3
+    )
     axes.grid(alpha=0.3)
     axes.legend()
     part = file.with_name(file.name + ".part")
