@@ -57,7 +57,8 @@ class TooFewDocuments(CorpusError):
 class NoRoom(CorpusError, OSError):
     def __init__(self, folder: Path, need_bytes: int | None, what: str):
         need = "" if need_bytes is None else f", which needs {need_bytes:,} bytes"
-        super().__init__(errno.ENOSPC, f"no room in {folder} for {what}{need}; nothing half-written was kept")
+        # By name: through super() it would be RuntimeError's turn, which knows no errno.
+        OSError.__init__(self, errno.ENOSPC, f"no room in {folder} for {what}{need}; nothing half-written was kept")
 
     def __str__(self) -> str:
         return str(self.args[1])
