@@ -14,8 +14,7 @@ from typing import Any
 
 from cffi import FFI
 
-import moestream
-from moestream._native import MESSAGE_BYTES
+from moestream._native import LIBRARY, MESSAGE_BYTES
 
 __all__ = ["PythonReader", "Store", "direct", "failure", "ffi", "interleaving", "lib", "opened", "reader", "store"]
 
@@ -35,7 +34,7 @@ def _declarations(header: str) -> str:
 
 ffi = FFI()
 ffi.cdef("\n".join(_declarations((CSRC / name).read_text()) for name in HEADERS))
-lib: Any = ffi.dlopen(str(next(Path(moestream.__file__).parent.glob("libmoestream.*"))))
+lib: Any = ffi.dlopen(str(LIBRARY))
 
 
 class _Failure(AssertionError):

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from cffi import FFI
 
+from ._native import LIBRARY
 from .errors import ModelError, OptionError
 from .trace import RoutingTrace
 
@@ -53,7 +54,7 @@ _ffi.cdef(
     size_t ggml_nbytes(const struct ggml_tensor * tensor);
     """
 )
-_ggml = _ffi.dlopen(str(next(Path(__file__).parent.glob("libmoestream.*"))))  # which is linked against it
+_ggml = _ffi.dlopen(str(LIBRARY))  # which is linked against ggml
 _F32, _I32 = 0, 26
 _EXPERT_PRODUCT = re.compile(rb"blk\.(\d+)\.ffn_down_exps\.weight")
 _WEIGHTED = re.compile(rb"ffn_moe_weighted-(\d+)")

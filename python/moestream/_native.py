@@ -16,12 +16,15 @@ from cffi import FFI
 
 from .errors import ExpertReadError, MoestreamError
 
-__all__ = ["check", "ffi", "lib", "text"]
+__all__ = ["LIBRARY", "check", "ffi", "lib", "text"]
 
 _REMEDY = "pip install --force-reinstall --no-deps llama-cpp-python=={} && pip install --force-reinstall --no-deps moestream"
 
 ffi = FFI()
 MESSAGE_BYTES = 1024
+_FOLDER = Path(__file__).parent
+LIBRARY = next(iter(sorted(_FOLDER.glob("libmoestream.*"))), None)
+"""The file of our library, through which ggml's functions are found too; None in sources that are not installed."""
 
 
 def _declarations(header: str) -> str:
@@ -35,14 +38,12 @@ def _open() -> Any:
         import llama_cpp  # noqa: F401  loads the libraries that ours is linked against
     except ImportError as error:
         raise ImportError(f"moestream needs llama-cpp-python: pip install llama-cpp-python ({error})") from error
-    folder = Path(__file__).parent
-    ffi.cdef(_declarations((folder / "moestream.h").read_text()))
-    library = next(iter(sorted(folder.glob("libmoestream.*"))), None)
-    if library is None:
-        raise ImportError(f"moestream's library is not in {folder}: install the package (pip install .) rather than importing its sources")
+    ffi.cdef(_declarations((_FOLDER / "moestream.h").read_text()))
+    if LIBRARY is None:
+        raise ImportError(f"moestream's library is not in {_FOLDER}: install the package (pip install .) rather than importing its sources")
     installed = importlib.metadata.version("llama-cpp-python")
     try:
-        lib = ffi.dlopen(str(library))
+        lib = ffi.dlopen(str(LIBRARY))
     except OSError as error:
         raise ImportError(f"moestream's library does not fit the installed llama-cpp-python {installed}: {error}") from error
     built_for = ffi.string(lib.ms_built_for()).decode()

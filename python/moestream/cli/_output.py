@@ -65,7 +65,7 @@ def progress_bar(what: str, *, total: float, unit: str = "") -> tqdm:
 
 
 class Progress:
-    """Bars for loading a model and for reading a prompt, each from its first report to its last.
+    """Bars for what is done one after another, such as loading a model and reading a prompt; each from its first report to its last.
 
         with Progress(interrupt.requested) as progress:
             generate(..., load_progress=progress.load, prompt_progress=progress.prompt)
@@ -82,10 +82,10 @@ class Progress:
     def load(self, share: float) -> None:
         if self._should_stop():
             raise KeyboardInterrupt
-        self._report("loading", share, 1.0)
+        self.show("loading", share, 1.0)
 
     def prompt(self, done: int, total: int) -> None:
-        self._report("prompt", done, total, unit="tokens")
+        self.show("prompt", done, total, unit="tokens")
 
     def __enter__(self) -> Progress:
         self.load(0.0)
@@ -101,7 +101,8 @@ class Progress:
         self._end()
         self._closed = True
 
-    def _report(self, what: str, done: float, total: float, unit: str = "") -> None:
+    def show(self, what: str, done: float, total: float, unit: str = "") -> None:
+        """Moves the bar of `what`, which takes the place of another's."""
         if self._closed:
             return
         if what != self._what:

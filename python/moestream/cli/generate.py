@@ -209,7 +209,7 @@ def generate(
     else:
         bytes_on_disk = sum(shard.stat().st_size for shard in _shards(path))
     seed = secrets.randbelow(_SEED_END) if seed == -1 else seed
-    threads = threads or _default_threads()
+    threads = threads or default_threads()
 
     rss_before_bytes = memory.rss_bytes()
     started = time.perf_counter()
@@ -387,24 +387,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     running.add_argument("--lora", metavar="FILE", help="a LoRA adapter to apply")
 
     streaming = parser.add_argument_group("expert streaming")
-    streaming.add_argument(
-        "--expert-cache",
-        default="auto",
-        metavar="SIZE",
-        help="memory for experts, like 3GiB (default: what is available, less 10%%)",
-    )
-    streaming.add_argument(
-        "--kernels",
-        choices=("auto", "plain", "interleaved"),
-        default="auto",
-        help="layout of cached weights (default: the faster)",
-    )
-    streaming.add_argument(
-        "--reader",
-        choices=("auto", "uring", "pread", "mmap"),
-        default="auto",
-        help="how experts are read (default: measured)",
-    )
+    add_cache_arguments(streaming)
     streaming.add_argument(
         "--direct",
         action=argparse.BooleanOptionalAction,
@@ -425,6 +408,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         default=True,
         help="for that, map the file instead of reading it (default: on)",
+    )
+
+
+def add_cache_arguments(parser: argparse._ActionsContainer) -> None:
+    """Adds the options that say how experts are kept and read."""
+    parser.add_argument(
+        "--expert-cache",
+        default="auto",
+        metavar="SIZE",
+        help="memory for experts, like 3GiB (default: what is available, less 10%%)",
+    )
+    parser.add_argument(
+        "--kernels",
+        choices=("auto", "plain", "interleaved"),
+        default="auto",
+        help="layout of cached weights (default: the faster)",
+    )
+    parser.add_argument(
+        "--reader",
+        choices=("auto", "uring", "pread", "mmap"),
+        default="auto",
+        help="how experts are read (default: measured)",
     )
 
 
@@ -550,7 +555,7 @@ def _room(n_prompt: int, *, n_ctx: int, n_trained: int, n_predict: int) -> int:
     return n_ctx - n_prompt if n_predict == -1 else min(n_predict, n_ctx - n_prompt)
 
 
-def _default_threads() -> int:
+def default_threads() -> int:
     import psutil
 
     physical = psutil.cpu_count(logical=False) or 1

@@ -21,7 +21,8 @@ from ...errors import OptionError
 from ...memory import format_size
 from .._interrupt import INTERRUPTED, Interrupt
 from .._model import add_model_arguments, locate
-from .._output import progress_bar
+from .._output import Progress
+from ..generate import add_cache_arguments, default_threads
 
 if TYPE_CHECKING:
     from ... import RoutingTrace
@@ -60,14 +61,13 @@ def record(
         MoestreamError: The options, the model or a file are no good, or experts could not be read.
     """
     from ... import ExpertStreaming, Llama, record_routing
-    from ..generate import _default_threads
 
     for option, value in (("--ctx-size", ctx_size), ("--ubatch-size", ubatch_size), ("--threads", threads)):
         if value is not None and value < 1:
             raise OptionError(f"{option} {value}: give a number of at least 1")
     texts = [_text(name) for name in file]
     streaming = ExpertStreaming(cache=expert_cache, kernels=kernels, reader=reader)
-    threads = threads or _default_threads()
+    threads = threads or default_threads()
     llm = Llama(
         str(locate(model, hf_repo, hf_file)),
         expert_streaming=streaming,
@@ -90,22 +90,14 @@ def run(*, output: str, **options: Any) -> int:
     _require_folder(output)
     started = time.perf_counter()
     try:
-        with Interrupt() as interrupt, contextlib.ExitStack() as bars:
-            shown: dict[str, Any] = {}
+        with Interrupt() as interrupt, Progress(interrupt.requested) as progress:
 
-            def report(what: str, done: float, total: float, unit: str = "") -> None:
+            def recorded(done: int, total: int) -> None:
                 if interrupt.requested():
                     raise KeyboardInterrupt
-                if what not in shown:
-                    bars.close()
-                    shown[what] = bars.enter_context(progress_bar(what, total=total, unit=unit))
-                shown[what].update(done - shown[what].n)
+                progress.show("recording", done, total, unit="tokens")
 
-            trace = record(
-                **options,
-                load_progress=lambda share: report("loading", share, 1.0),
-                progress=lambda done, total: report("recording", done, total, "tokens"),
-            )
+            trace = record(**options, load_progress=progress.load, progress=recorded)
         trace.write(output)
     except KeyboardInterrupt:
         print(f"moestream: interrupted: {output} was not written", file=sys.stderr)
@@ -142,24 +134,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens computed at once at most; 1: as in decoding (default: %(default)s)",
     )
     parser.add_argument("-t", "--threads", type=int, metavar="N", help="threads (default: the physical cores)")
-    parser.add_argument(
-        "--expert-cache",
-        default="auto",
-        metavar="SIZE",
-        help="memory for experts, like 3GiB (default: what is available, less 10%%)",
-    )
-    parser.add_argument(
-        "--kernels",
-        choices=("auto", "plain", "interleaved"),
-        default="auto",
-        help="layout of cached weights (default: the faster)",
-    )
-    parser.add_argument(
-        "--reader",
-        choices=("auto", "uring", "pread", "mmap"),
-        default="auto",
-        help="how experts are read (default: measured)",
-    )
+    add_cache_arguments(parser)
 
 
 def _text(path: str | os.PathLike[str]) -> bytes:
