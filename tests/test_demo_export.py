@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import functools
 import json
 import random
 import resource
@@ -22,12 +23,12 @@ from isolation import isolated
 from logits import stock, streamed
 from moestream import ExpertStreaming
 
-safetensors = pytest.importorskip("safetensors.numpy", reason="needs safetensors, of the extra demo")
-pytest.importorskip("tokenizers", reason="needs tokenizers, of the extra demo")
+safetensors = pytest.importorskip("safetensors.numpy", reason="needs safetensors, of the extra train")
+pytest.importorskip("tokenizers", reason="needs tokenizers, of the extra train")
 
 from demo_model import agreement, export, tokenizer  # noqa: E402
+from demo_model.config import KINDS, ModelConfig  # noqa: E402
 
-KINDS = export.KINDS
 VOCABULARY = 1024
 CARD = {"name": "Demo", "description": "A model for tests.", "license": "MIT"}
 
@@ -58,26 +59,13 @@ ODD = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """A small model of the shape that `demo_model.model.ModelConfig` describes, without PyTorch."""
-
-    kind: str
-    vocab_size: int = VOCABULARY
-    n_layers: int = 2
-    d_model: int = 256
-    n_heads: int = 4
-    n_kv_heads: int = 2
-    head_dim: int = 64
-    n_experts: int = 8
-    top_k: int = 2
-    d_expert: int = 32
-    context: int = 128
-    rope_theta: float = 10000.0
-    norm_eps: float = 1e-6
+small = functools.partial(
+    ModelConfig, vocab_size=VOCABULARY, n_layers=2, n_experts=8, top_k=2, d_expert=32, context=128
+)
+"""A small model of a kind."""
 
 
-def random_state(config: Config) -> dict[str, np.ndarray]:
+def random_state(config: ModelConfig) -> dict[str, np.ndarray]:
     numbers = np.random.default_rng(0)
     return {
         t.name: (numbers.standard_normal(t.shape) * t.shape[-1] ** -0.5 + ("norm" in t.name)).astype(np.float32)
@@ -102,19 +90,19 @@ def words(corpus: Path) -> Path:
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def config(request: pytest.FixtureRequest) -> Config:
-    return Config(request.param)
+def config(request: pytest.FixtureRequest) -> ModelConfig:
+    return small(request.param)
 
 
 @pytest.fixture(scope="module")
-def f16(config: Config, words: Path) -> Path:
+def f16(config: ModelConfig, words: Path) -> Path:
     return export.to_gguf(config, random_state(config), words, words.with_name(f"{config.kind}-F16.gguf"), **CARD)
 
 
 @pytest.fixture(scope="module")
 def vocabulary(words: Path) -> Iterator[llama_cpp.Llama]:
     """llama.cpp with the tokenizer only."""
-    config = Config("qwen3moe")
+    config = small("qwen3moe")
     path = export.to_gguf(config, random_state(config), words, words.with_name("vocabulary.gguf"), **CARD)
     with contextlib.closing(llama_cpp.Llama(str(path), vocab_only=True, verbose=False)) as llm:
         yield llm
@@ -181,7 +169,7 @@ def test_too_little_text_for_a_tokenizer_says_so(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["train.jsonl"]
 
 
-def test_what_is_no_tokenizer_says_so(tmp_path: Path, config: Config) -> None:
+def test_what_is_no_tokenizer_says_so(tmp_path: Path, config: ModelConfig) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match="is no tokenizer"):
         tokenizer.load(tmp_path / "tokenizer.json")
@@ -205,7 +193,7 @@ OF_A_LAYER = {
 }
 
 
-def test_hugging_face_folder_has_the_published_names(config: Config, words: Path, tmp_path: Path) -> None:
+def test_hugging_face_folder_has_the_published_names(config: ModelConfig, words: Path, tmp_path: Path) -> None:
     state = random_state(config)
     folder = export.to_hugging_face(config, state, words, tmp_path / "hf")
     found = safetensors.load_file(folder / "model.safetensors")
@@ -237,7 +225,7 @@ def test_hugging_face_folder_has_the_published_names(config: Config, words: Path
     }
 
 
-def test_gguf_says_what_the_model_is(config: Config, f16: Path) -> None:
+def test_gguf_says_what_the_model_is(config: ModelConfig, f16: Path) -> None:
     fields = {name: field.contents() for name, field in gguf.GGUFReader(f16).fields.items()}
     expected = {
         "general.architecture": config.kind,
@@ -272,7 +260,7 @@ def test_gguf_says_what_the_model_is(config: Config, f16: Path) -> None:
     assert not [key for key in fields if "author" in key]
 
 
-def test_gguf_has_norms_and_routers_in_f32_and_no_output_matrix(config: Config, f16: Path) -> None:
+def test_gguf_has_norms_and_routers_in_f32_and_no_output_matrix(config: ModelConfig, f16: Path) -> None:
     types = {t.name: t.tensor_type.name for t in gguf.GGUFReader(f16).tensors}
     f32 = {name for name, type in types.items() if type == "F32"}
     assert f32 == {name for name in types if "norm" in name or "ffn_gate_inp" in name}
@@ -296,7 +284,7 @@ def test_q4_0_is_as_small_as_it_can_be(f16: Path, tmp_path: Path) -> None:
 # Logits ---------------------------------------------------------------------------------------------------------------
 
 
-def test_logits_are_those_of_the_formulas(config: Config, words: Path, tmp_path: Path) -> None:
+def test_logits_are_those_of_the_formulas(config: ModelConfig, words: Path, tmp_path: Path) -> None:
     state = random_state(config)
     path = export.to_gguf(config, state, words, tmp_path / "f32.gguf", **CARD, type="F32")
     values = export.f16_values(config, state)
@@ -309,7 +297,7 @@ def test_logits_are_those_of_the_formulas(config: Config, words: Path, tmp_path:
     assert found.top1_agreement == 1
 
 
-def test_f16_is_close_to_the_formulas(config: Config, f16: Path) -> None:
+def test_f16_is_close_to_the_formulas(config: ModelConfig, f16: Path) -> None:
     values = export.f16_values(config, random_state(config))
     windows = np.random.default_rng(1).integers(0, VOCABULARY, (2, 100))
     found = agreement.compare(
@@ -319,11 +307,11 @@ def test_f16_is_close_to_the_formulas(config: Config, f16: Path) -> None:
     assert found.top1_agreement >= 0.99
 
 
-def test_pytorch_computes_the_formulas_too(config: Config) -> None:
-    torch = pytest.importorskip("torch", reason="needs PyTorch, of the extra demo")
-    from demo_model.model import DemoModel, ModelConfig
+def test_pytorch_computes_the_formulas_too(config: ModelConfig) -> None:
+    torch = pytest.importorskip("torch", reason="needs PyTorch, of the extra train")
+    from demo_model.model import DemoModel
 
-    model = DemoModel(ModelConfig(**dataclasses.asdict(config)))
+    model = DemoModel(config)
     state = random_state(config)
     model.load_export({name: torch.from_numpy(array) for name, array in state.items()})
     tokens = np.random.default_rng(1).integers(0, VOCABULARY, 100)
@@ -374,7 +362,7 @@ def test_perplexity_is_the_same_streamed(f16: Path) -> None:
 
 
 def test_perplexity_of_a_model_that_knows_nothing_is_the_vocabulary(
-    config: Config, words: Path, tmp_path: Path
+    config: ModelConfig, words: Path, tmp_path: Path
 ) -> None:
     state = random_state(config) | {"norm.weight": np.zeros(config.d_model, dtype=np.float32)}
     path = export.to_gguf(config, state, words, tmp_path / "m.gguf", **CARD)
@@ -385,8 +373,8 @@ def test_perplexity_of_a_model_that_knows_nothing_is_the_vocabulary(
 
 
 def test_a_state_of_another_model_is_refused(words: Path, tmp_path: Path) -> None:
-    config = Config("smallthinker")
-    other = random_state(Config("qwen3moe"))
+    config = small("smallthinker")
+    other = random_state(small("qwen3moe"))
     with pytest.raises(
         ValueError, match="not one of a smallthinker model of 2 layers: layers.0.k_norm.weight is not of it"
     ):
@@ -399,14 +387,14 @@ def test_a_state_of_another_model_is_refused(words: Path, tmp_path: Path) -> Non
     with pytest.raises(ValueError, match="norm.weight has values that are no numbers or too large for F16"):
         export.f16_values(config, state | {"norm.weight": np.full(256, 1e5, dtype=np.float32)})
     with pytest.raises(ValueError, match="unknown kind of model 'mixtral'; known: smallthinker, qwen3moe"):
-        export.tensors(Config("mixtral"))
+        export.tensors(small("mixtral"))
     with pytest.raises(ValueError, match="tokenizer.json has 1024 tokens, and the model 2048"):
         wider = dataclasses.replace(config, vocab_size=2048)
         export.to_gguf(wider, random_state(wider), words, tmp_path / "m.gguf", **CARD)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_type_that_does_not_exist_is_refused(words: Path, f16: Path, config: Config, tmp_path: Path) -> None:
+def test_a_type_that_does_not_exist_is_refused(words: Path, f16: Path, config: ModelConfig, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no GGUF in 'Q4_0' is written here; known: F16, F32"):
         export.to_gguf(config, random_state(config), words, tmp_path / "m.gguf", **CARD, type="Q4_0")
     with pytest.raises(ValueError, match="no type to quantise to"):
@@ -441,7 +429,7 @@ def full_disk(size_bytes: int) -> Iterator[None]:
 
 
 def test_a_full_disk_leaves_nothing_behind(
-    config: Config, corpus: Path, words: Path, f16: Path, tmp_path: Path
+    config: ModelConfig, corpus: Path, words: Path, f16: Path, tmp_path: Path
 ) -> None:
     state = random_state(config)
     with full_disk(20_000):
@@ -457,7 +445,7 @@ def test_a_full_disk_leaves_nothing_behind(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_earlier_file_survives_a_failed_export(config: Config, words: Path, f16: Path, tmp_path: Path) -> None:
+def test_an_earlier_file_survives_a_failed_export(config: ModelConfig, words: Path, f16: Path, tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_text("earlier")
     with full_disk(20_000), pytest.raises(OSError):
         export.to_gguf(config, random_state(config), words, tmp_path / "m.gguf", **CARD)
@@ -468,7 +456,7 @@ def test_an_earlier_file_survives_a_failed_export(config: Config, words: Path, f
         export.to_hugging_face(config, random_state(config), words, tmp_path)
 
 
-def test_a_folder_that_does_not_exist_says_so(config: Config, words: Path, f16: Path, tmp_path: Path) -> None:
+def test_a_folder_that_does_not_exist_says_so(config: ModelConfig, words: Path, f16: Path, tmp_path: Path) -> None:
     missing = tmp_path / "missing"
     with pytest.raises(FileNotFoundError, match="missing"):
         export.to_gguf(config, random_state(config), words, missing / "m.gguf", **CARD)

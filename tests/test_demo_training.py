@@ -14,7 +14,8 @@ pytest.importorskip("tokenizers")
 gguf = pytest.importorskip("gguf")
 
 from demo_model import baselines, checkpoint, grouped, head, training  # noqa: E402
-from demo_model.model import KINDS, DemoModel, ModelConfig, q4_0  # noqa: E402
+from demo_model.config import KINDS, ModelConfig  # noqa: E402
+from demo_model.model import DemoModel, q4_0  # noqa: E402
 from demo_model.optimiser import orthogonal  # noqa: E402
 from demo_model.stream import Batches, windows  # noqa: E402
 

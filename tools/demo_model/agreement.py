@@ -20,7 +20,7 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import gguf
 import llama_cpp
@@ -28,8 +28,7 @@ import numpy as np
 
 import moestream
 
-if TYPE_CHECKING:
-    from .model import ModelConfig
+from .config import ModelConfig
 
 __all__ = ["LogitComparison", "compare", "logits", "opened", "perplexity", "reference_logits", "same_experts"]
 
@@ -90,23 +89,25 @@ def opened(
             raise ValueError("the model was opened without logits_all=True: it keeps only the last token's logits")
         yield model
         return
-    kind = _cache_type(cache)
-    with contextlib.closing(
-        llama_cpp.Llama(
-            os.fspath(model),
-            n_ctx=context,
-            n_batch=context,
-            n_ubatch=context,
-            n_threads=threads,
-            n_threads_batch=threads,
-            type_k=kind,
-            type_v=kind,
-            flash_attn=flash_attention,
-            logits_all=True,
-            verbose=False,
-        )
-    ) as llm:
+    exact = _exact(context, cache, threads, flash_attention)
+    with contextlib.closing(llama_cpp.Llama(os.fspath(model), logits_all=True, **exact)) as llm:
         yield llm
+
+
+def _exact(context: int, cache: str, threads: int, flash_attention: bool = False) -> dict[str, Any]:
+    """Options of a model, stock's or ours, for windows of up to `context` tokens in one batch."""
+    kind = _cache_type(cache)
+    return {
+        "n_ctx": context,
+        "n_batch": context,
+        "n_ubatch": context,
+        "n_threads": threads,
+        "n_threads_batch": threads,
+        "type_k": kind,
+        "type_v": kind,
+        "flash_attn": flash_attention,
+        "verbose": False,
+    }
 
 
 def _cache_type(name: str) -> int:
@@ -202,21 +203,8 @@ def same_experts(
         experts: The other's, [token, layer, top_k] in any order, of a list of tokens.
         context, cache, threads: As in `opened`.
     """
-    kind = _cache_type(cache)
     with contextlib.closing(
-        moestream.Llama(
-            os.fspath(path),
-            expert_streaming=True,
-            n_ctx=context,
-            n_batch=context,
-            n_ubatch=context,
-            n_threads=threads,
-            n_threads_batch=threads,
-            type_k=kind,
-            type_v=kind,
-            flash_attn=False,
-            verbose=False,
-        )
+        moestream.Llama(os.fspath(path), expert_streaming=True, **_exact(context, cache, threads))
     ) as llm:
         trace = moestream.record_routing(llm, [_tokens(window) for window in windows])
     found = np.split(trace.experts, trace.starts[1:])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from .tokenizer import VOCABULARY
 
-def measure(train: np.ndarray, validation: np.ndarray, vocabulary: int) -> dict[str, float]:
+
+def measure(train: np.ndarray, validation: np.ndarray, vocabulary: int = VOCABULARY) -> dict[str, float]:
     """Nats a token of `validation` by unigram and bigram counts of `train`, both uint16 streams.
 
     Unigrams have one added to each count. Bigrams are interpolated with them by Witten and Bell (1991): of a context seen n

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from .files import completed
+
 MAGIC = b"moestream checkpoint 1\n"
 
 
@@ -20,17 +22,14 @@ def save(path: Path, state: dict) -> None:
     """Writes `state` (tensors and plain values) as PATH.part and renames it; the one before stays until then."""
     payload = io.BytesIO()
     torch.save(state, payload)
-    part = path.with_name(path.name + ".part")
     try:
-        with open(part, "wb") as file:
+        with completed(path) as part, open(part, "wb") as file:
             file.write(MAGIC)
             file.write(hashlib.sha256(payload.getbuffer()).digest())
             file.write(payload.getbuffer())
             file.flush()
             os.fsync(file.fileno())
-        os.replace(part, path)
     except OSError as error:
-        part.unlink(missing_ok=True)
         kept = f"; {path} from before is as it was" if path.exists() else ""
         raise CheckpointError(
             f"{path}: cannot write a checkpoint of {payload.getbuffer().nbytes / 1e6:.0f} MB: {error.strerror}{kept}"

@@ -118,8 +118,9 @@ def build(folder: Path, downloads: Path, *, progress: bool = True, sources: Sequ
 
     train, validation = [], []
     for found in documents:
+        kept_back = held_out(found)
         for document in found:
-            (validation if document.id in held_out(found) else train).append(document)
+            (validation if document.id in kept_back else train).append(document)
     _write(folder, manifest, train, validation)
     return manifest
 

@@ -101,7 +101,7 @@ SOURCES: tuple[Source, ...] = (
     _one(
         "fortunes",
         "quotation",
-        "public domain and short quotations",
+        "BSD, of short quotations",
         "usr/share/games/fortunes/*",
         read.fortunes,
         300,
@@ -130,11 +130,11 @@ SOURCES: tuple[Source, ...] = (
     ),
     _one("mate-user-guide", "desktop", "GFDL-1.1+", "usr/share/help/C/*.xml", read.xml, 5),
     _one(
-        "gnucash-docs", "desktop", "GFDL-1.1+", ("usr/share/help/C/*.xml", "usr/share/help/C/*.docbook"), read.xml, 10
+        "gnucash-docs", "desktop", "GFDL-NIV-1.1+", ("usr/share/help/C/*.xml", "usr/share/help/C/*.docbook"), read.xml, 10
     ),
     _one("libreoffice-help-en-us", "desktop", "MPL-2.0", "*/en-US/text/*.html", read.html, 800, cap=3 * MB),
-    _one("gimp-help-en", "desktop", "GFDL-1.2+", "*/help/en/*.html", read.html, 300, cap=2 * MB),
-    _one("kicad-doc-en", "desktop", "GPL-3+ or CC-BY-3.0", "*/help/en/*.html", read.html, 5),
+    _one("gimp-help-en", "desktop", "GFDL-NIV-1.2+", "*/help/en/*.html", read.html, 300, cap=2 * MB),
+    _one("kicad-doc-en", "desktop", "GPL-2+ or CC-BY-SA-3.0", "*/help/en/*.html", read.html, 5),
     # Programming.
     _one(
         "python3.11-doc",

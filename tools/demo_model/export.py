@@ -19,7 +19,7 @@ import os
 import pathlib
 import shutil
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import gguf
 import llama_cpp
@@ -27,17 +27,13 @@ import numpy as np
 import safetensors.numpy
 
 from . import tokenizer
+from .config import ModelConfig
+from .files import completed
 
-if TYPE_CHECKING:
-    from .model import ModelConfig
-
-__all__ = ["KINDS", "Tensor", "f16_values", "quantize", "tensors", "to_gguf", "to_hugging_face"]
+__all__ = ["Tensor", "f16_values", "quantize", "tensors", "to_gguf", "to_hugging_face"]
 
 State = Mapping[str, np.ndarray]
 PathLike = str | os.PathLike[str]
-
-KINDS = ("smallthinker", "qwen3moe")
-"""Kinds of models: the names of their architectures in llama.cpp."""
 
 
 # What a model consists of ---------------------------------------------------------------------------------------------
@@ -63,13 +59,7 @@ class Tensor:
 
 
 def tensors(config: ModelConfig) -> list[Tensor]:
-    """The tensors of a model, in the order of a GGUF. Embeddings are tied: there is no output matrix.
-
-    Raises:
-        ValueError: Its kind is not one of `KINDS`.
-    """
-    if config.kind not in KINDS:
-        raise ValueError(f"unknown kind of model {config.kind!r}; known: {', '.join(KINDS)}")
+    """The tensors of a model, in the order of a GGUF. Embeddings are tied: there is no output matrix."""
     c = config
     d, experts, ff = c.d_model, c.n_experts, c.d_expert
     q, kv = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
@@ -276,7 +266,7 @@ def to_gguf(
         raise ValueError(f"no GGUF in {type!r} is written here; known: {', '.join(_FILE_TYPES)}")
     halves = _f16(config, state)
     words = _Vocabulary(config, tokenizer_file)
-    with _completed(pathlib.Path(path)) as part:
+    with completed(pathlib.Path(path)) as part:
         writer = gguf.GGUFWriter(part, config.kind)
         try:
             writer.add_type(gguf.GGUFType.MODEL)
@@ -384,7 +374,7 @@ def quantize(
     except (AttributeError, KeyError) as error:
         raise ValueError(f"no type to quantise to: {error}") from error
 
-    with _completed(pathlib.Path(out)) as part, _errors_of_llama_cpp() as said:
+    with completed(pathlib.Path(out)) as part, _errors_of_llama_cpp() as said:
         failed = llama_cpp.llama_model_quantize(os.fsencode(path), os.fsencode(part), params)
         if failed:
             raise OSError(f"{path} could not be quantised to {out}: {'; '.join(said) or 'llama.cpp does not say why'}")
@@ -411,15 +401,3 @@ def _errors_of_llama_cpp() -> Iterator[list[str]]:
 
 
 _GGML_LOG_LEVEL_ERROR = 4
-
-
-@contextlib.contextmanager
-def _completed(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A path beside `path` to write to. What is there becomes `path`, or nothing in case of an error."""
-    part = path.with_name(path.name + ".part")
-    try:
-        yield part
-        os.replace(part, path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise

@@ -1,4 +1,4 @@
-"""What is to be said about a trained demo model, measured: on the exported files, with stock llama.cpp and through our own engine."""
+"""What is to be said about a demo model, measured on its files: with stock llama.cpp and through our own engine, without PyTorch."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from pathlib import Path
 
 import llama_cpp
 import numpy as np
-import torch
 
 import moestream
 
 from . import agreement
-from .model import DemoModel
 
 PERPLEXITY_WINDOWS = 96
 AGREEMENT_TOKENS = 2048
@@ -38,30 +36,6 @@ def spread(windows: np.ndarray, count: int) -> np.ndarray:
 def perplexities(files: dict[str, Path], windows: np.ndarray) -> dict[str, float]:
     """Of each file, by stock llama.cpp."""
     return {name: agreement.perplexity(file, windows) for name, file in files.items()}
-
-
-def agreements(model: DemoModel, files: dict[str, Path], windows: np.ndarray) -> dict[str, agreement.LogitComparison]:
-    """How far stock llama.cpp is from PyTorch on each file. `model` holds the weights as the files have them."""
-
-    def reference(tokens: list[int]) -> np.ndarray:
-        return model.logits(torch.tensor([tokens]))[0].numpy()
-
-    def experts(tokens: list[int]) -> np.ndarray:
-        with torch.no_grad():
-            _, _, routings = model.hidden(torch.tensor([tokens]), torch.float32)
-        return np.stack([routing.experts.numpy() for routing in routings], axis=1)
-
-    return {
-        name: agreement.compare(file, reference, windows, alike=agreement.same_experts(file, experts, windows))
-        for name, file in files.items()
-    }
-
-
-def zeros_by_layer(model: DemoModel, windows: np.ndarray) -> list[float]:
-    """Share of the gate's outputs that are exactly zero behind the activation, per layer."""
-    with torch.no_grad():
-        _, reports, _ = model.hidden(torch.from_numpy(windows[:, :-1]), torch.float32)
-    return [report.zeros.item() for report in reports]
 
 
 def trace(file: Path, documents: Sequence[np.ndarray], source: str) -> moestream.RoutingTrace:

@@ -12,59 +12,17 @@ In both, the weights of the chosen experts are divided by their sum.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .config import ModelConfig
 from .grouped import Groups, collect, dispatch, group_by_expert, grouped_linear
 from .head import next_token_loss
-
-KINDS = ("smallthinker", "qwen3moe")
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """The shape of a demo model. `d_expert` is the width of one expert, `context` the length that it is trained with."""
-
-    kind: str
-    vocab_size: int = 8192
-    n_layers: int = 8
-    d_model: int = 256
-    n_heads: int = 4
-    n_kv_heads: int = 2
-    head_dim: int = 64
-    n_experts: int = 32
-    top_k: int = 4
-    d_expert: int = 64
-    context: int = 512
-    rope_theta: float = 10000.0
-    norm_eps: float = 1e-6
-
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"no model of kind {self.kind!r}; there are: {', '.join(KINDS)}")
-
-    def as_dict(self) -> dict:
-        return asdict(self)
-
-    @property
-    def parameters(self) -> int:
-        """All weights of the model; the output is the embedding, used twice."""
-        attention = self.d_model * self.head_dim * 2 * (self.n_heads + self.n_kv_heads)
-        experts = self.n_experts * 3 * self.d_model * self.d_expert
-        norms = 2 * self.d_model + (2 * self.head_dim if self.kind == "qwen3moe" else 0)
-        router = self.n_experts * self.d_model
-        return self.vocab_size * self.d_model + self.d_model + self.n_layers * (attention + experts + norms + router)
-
-    @property
-    def active_parameters(self) -> int:
-        """The weights that one token is multiplied with."""
-        idle = self.n_layers * (self.n_experts - self.top_k) * 3 * self.d_model * self.d_expert
-        return self.parameters - idle
 
 
 class Routing(NamedTuple):
@@ -95,7 +53,7 @@ class DemoModel(nn.Module):
         super().__init__()
         self.config = config
         random = torch.Generator().manual_seed(seed)
-        self.embed = Matrix((config.vocab_size, config.d_model), 0.02, random)
+        self.embed = Matrix((config.vocab_size, config.d_model), 0.02, random, may_quantise=False)
         self.layers = nn.ModuleList(Layer(config, random) for _ in range(config.n_layers))
         self.norm = Norm(config.d_model, config.norm_eps)
 
@@ -120,7 +78,7 @@ class DemoModel(nn.Module):
     ) -> tuple[Tensor, list[LayerReport]]:
         """Mean cross entropy in nats of targets [batch, length] given the tokens before them."""
         hidden, reports, _ = self.hidden(tokens, dtype)
-        return next_token_loss(hidden, self.embed.effective(), targets.flatten(), dtype), reports
+        return next_token_loss(hidden, self.embed.weight, targets.flatten(), dtype), reports
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
@@ -134,16 +92,16 @@ class DemoModel(nn.Module):
         The embedding, which is the output matrix too, is left out: llama.cpp's quantiser keeps it at 6 bits.
         """
         for module in self.modules():
-            if isinstance(module, Matrix) and module is not self.embed and module.may_quantise:
+            if isinstance(module, Matrix) and module.may_quantise:
                 module.quantised = quantised
 
     def export(self) -> dict[str, Tensor]:
         """All weights by the names that export.py knows, float32."""
-        return {name.removesuffix(".tensor"): tensor.detach() for name, tensor in self.state_dict().items()}
+        return {_exported(name): tensor.detach() for name, tensor in self.state_dict().items()}
 
     def load_export(self, weights: Mapping[str, Tensor]) -> None:
         """The opposite of `export`. Raises RuntimeError if names or shapes differ."""
-        names = {name.removesuffix(".tensor"): name for name in self.state_dict()}
+        names = {_exported(name): name for name in self.state_dict()}
         self.load_state_dict({names.get(name, name): tensor for name, tensor in weights.items()})
 
 
@@ -165,9 +123,9 @@ class Layer(nn.Module):
             self.k_norm = Norm(c.head_dim, c.norm_eps)
         self.ffn_norm = Norm(c.d_model, c.norm_eps)
         self.router = Matrix((c.n_experts, c.d_model), std, random, may_quantise=False)
-        self.gate = Stack((c.n_experts, c.d_expert, c.d_model), std, random)
-        self.up = Stack((c.n_experts, c.d_expert, c.d_model), std, random)
-        self.down = Stack((c.n_experts, c.d_model, c.d_expert), out * 2, random)
+        self.gate = Matrix((c.n_experts, c.d_expert, c.d_model), std, random)
+        self.up = Matrix((c.n_experts, c.d_expert, c.d_model), std, random)
+        self.down = Matrix((c.n_experts, c.d_model, c.d_expert), out * 2, random)
 
     def forward(self, residual: Tensor, rotation: Tensor, dtype: torch.dtype) -> tuple[Tensor, LayerReport, Routing]:
         entered = residual
@@ -231,7 +189,7 @@ class Norm(nn.Module):
 
 
 class Matrix(nn.Module):
-    """A weight [out, in], seen as Q4_0 would have it if `quantised`."""
+    """A weight [out, in], or one for each expert, [n_experts, out, in]; seen as Q4_0 would have it if `quantised`."""
 
     def __init__(self, shape: tuple[int, ...], std: float, random: torch.Generator, may_quantise: bool = True) -> None:
         super().__init__()
@@ -246,16 +204,9 @@ class Matrix(nn.Module):
         return F.linear(x, self.effective().to(x.dtype))
 
 
-class Stack(Matrix):
-    """The matrices of all experts of a layer, [n_experts, out, in]; called `layers.N.gate` rather than `layers.N.gate.weight`."""
-
-    def __init__(self, shape: tuple[int, ...], std: float, random: torch.Generator) -> None:
-        super().__init__(shape, std, random)
-        self.tensor = self.weight
-        del self.weight
-
-    def effective(self) -> Tensor:
-        return straight_through_q4_0(self.tensor) if self.quantised else self.tensor
+def _exported(name: str) -> str:
+    """A weight's name in files: experts' are `layers.N.gate`, `.up` and `.down`, without more."""
+    return re.sub(r"\.(gate|up|down)\.weight$", r".\1", name)
 
 
 def straight_through_q4_0(weight: Tensor) -> Tensor:

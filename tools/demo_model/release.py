@@ -18,7 +18,6 @@ import contextlib
 import dataclasses
 import gzip
 import json
-import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -27,20 +26,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 import moestream
 
-from . import baselines, card, checkpoint, corpus, export, facts, stream, tokenizer, training
-from .model import DemoModel, ModelConfig
+from . import baselines, card, corpus, export, facts, stream, tokenizer, trained, training
+from .config import MOST_BYTES, ModelConfig
+from .files import completed
 from .training import History, Plan
 
 NAMES = {"smallthinker": "moestream demo SmallThinker", "qwen3moe": "moestream demo Qwen3-MoE"}
 DESCRIPTION = (
     "A small model with real weights to try expert streaming on; it writes English of the kinds it was trained on."
 )
-
-MOST_BYTES = 12_000_000
 
 
 class ReleaseError(Exception):
@@ -83,23 +80,19 @@ def prepare_data(work: Path) -> Data:
         data = np.load(tokens, mmap_mode="r"), np.load(work / "validation.npy")
         kept = work / "baselines.json"
         if not kept.exists():
-            _write(kept, json.dumps(baselines.measure(*data, export_vocabulary(vocabulary))).encode())
+            _write(kept, json.dumps(baselines.measure(*data)).encode())
         return Data(*data, np.load(work / "validation-starts.npy"), json.loads(kept.read_text()))
 
 
-def export_vocabulary(file: Path) -> int:
-    return tokenizer.load(file).get_vocab_size()
-
-
 def train_and_export(plan: Plan, data: Data, work: Path) -> None:
-    """Trains a model to its end, going on from its checkpoint, and writes every form of it that is not there yet."""
+    """Trains a model to its end, going on from its checkpoint, and writes every form of it anew."""
     kind = plan.model.kind
     windows = stream.windows(data.validation, plan.model.context)
     with _disk_errors(work):
         model, history = training.train(
             plan,
             data.train,
-            windows[np.linspace(0, len(windows) - 1, training.VALIDATION_WINDOWS).astype(int)],
+            facts.spread(windows, training.VALIDATION_WINDOWS),
             work / f"{kind}.checkpoint",
             on_report=lambda history: _draw(work, kind, history, data),
         )
@@ -128,32 +121,27 @@ def measure(plan: Plan, data: Data, work: Path) -> dict[str, Any]:
     kind = plan.model.kind
     history = json.loads((work / f"{kind}-history.json").read_text())
     files = {type: work / f"{kind}-{type}.gguf" for type in ("F32", "F16", "Q4_0")}
-    model = DemoModel(plan.model)
-    state = checkpoint.load(work / f"{kind}.checkpoint")["model"]
-    model.load_state_dict(state)
-    rounded = export.f16_values(plan.model, {name: tensor.numpy() for name, tensor in model.export().items()})
-    model.load_export({name: torch.from_numpy(array) for name, array in rounded.items()})
-
+    model = trained.load(work / f"{kind}.checkpoint")
     windows = stream.windows(data.validation, plan.model.context)
     some = facts.spread(windows, facts.PERPLEXITY_WINDOWS)
     few = facts.spread(windows, facts.AGREEMENT_TOKENS // plan.model.context)
     say(f"{kind}: perplexity")
     perplexity = facts.perplexities({type: files[type] for type in ("F16", "Q4_0")}, some)
     say(f"{kind}: logits against PyTorch")
-    agreement = facts.agreements(model, {type: files[type] for type in ("F32", "F16")}, few[:, :-1])
+    agreement = trained.agreements(model, {type: files[type] for type in ("F32", "F16")}, few[:, :-1])
     say(f"{kind}: routing trace and samples")
     documents = facts.some_documents(data.validation, data.starts, facts.TRACE_TOKENS)
     trace = facts.trace(files["Q4_0"], documents, f"{len(documents)} documents of the demo models' validation text")
     trace.write(work / f"{kind}.trace")
     return {
-        "config": plan.model.as_dict(),
+        "config": dataclasses.asdict(plan.model),
         "parameters": plan.model.parameters,
         "active_parameters": plan.model.active_parameters,
         "tokens": plan.tokens,
         "seconds": history["seconds"],
         "perplexity": perplexity,
         "agreement": {type: dataclasses.asdict(found) for type, found in agreement.items()},
-        "zeros": facts.zeros_by_layer(model, some[:8]),
+        "zeros": trained.zeros_by_layer(model, some[:8]),
         "routing": moestream.routing_statistics(trace).as_dict(),
         "samples": facts.samples(files["Q4_0"]),
     }
@@ -207,20 +195,18 @@ def _draw(work: Path, kind: str, history: History, data: Data) -> None:
 
 
 def _save(path: Path, array: np.ndarray) -> None:
-    part = path.with_name(path.name + ".part")
-    with open(part, "wb") as file:
+    with completed(path) as part, open(part, "wb") as file:
         np.save(file, array)
-    os.replace(part, path)
 
 
 def _copy(source: Path, target: Path) -> None:
-    _write(target, source.read_bytes())
+    with completed(target) as part:
+        shutil.copyfile(source, part)
 
 
 def _write(path: Path, content: bytes) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_bytes(content)
-    os.replace(part, path)
+    with completed(path) as part:
+        part.write_bytes(content)
 
 
 @contextlib.contextmanager

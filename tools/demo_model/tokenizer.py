@@ -24,6 +24,8 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
+from .files import completed
+
 __all__ = ["END", "END_ID", "PRE_TOKENIZER", "VOCABULARY", "encode_documents", "load", "train"]
 
 VOCABULARY = 8192
@@ -82,15 +84,9 @@ def train(
             f"{corpus} has text for a vocabulary of {result.get_vocab_size()} tokens only, and {vocabulary} are wanted"
         )
 
-    out = pathlib.Path(out_file)
-    part = out.with_name(out.name + ".part")
-    try:
+    with completed(pathlib.Path(out_file)) as part:
         part.write_text(result.to_str(pretty=True), encoding="utf-8")
-        os.replace(part, out)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
-    return load(out)
+    return load(out_file)
 
 
 def load(file: str | os.PathLike[str]) -> tokenizers.Tokenizer:

@@ -15,7 +15,9 @@ import torch
 from tqdm import tqdm
 
 from . import checkpoint
-from .model import DemoModel, LayerReport, ModelConfig
+from .config import ModelConfig
+from .files import completed
+from .model import DemoModel, LayerReport
 from .optimiser import Optimiser
 from .stream import Batches
 
@@ -232,7 +234,6 @@ def draw_losses(history: dict[str, History], baselines: dict[str, float], file: 
     )
     axes.grid(alpha=0.3)
     axes.legend()
-    part = file.with_name(file.name + ".part")
-    figure.savefig(part, format="png")
-    part.rename(file)
+    with completed(file) as part:
+        figure.savefig(part, format="png")
     pyplot.close(figure)
