@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from demo_model import corpus, corpus_packages, corpus_readers
-from demo_model.corpus import Document, build, held_out, within_cap, without_repeats
+from demo_model.corpus import Document, build, held_out, within_cap, without_echoes, without_repeats
 from demo_model.corpus_errors import (
     CorpusError,
     MissingPackage,
@@ -361,6 +361,14 @@ def test_a_short_line_of_dialogue_may_come_again() -> None:
     filler = "He looked at the door for as long as it takes to say nothing at all and then some. " * 3
     kept = without_repeats([document("a/1", "Yes.", filler), document("a/2", "Yes.", filler + "Twice.")], set())
     assert [d.paragraphs[0] for d in kept] == ["Yes.", "Yes."]
+
+
+def test_a_validation_paragraph_said_almost_so_in_training_is_left_out() -> None:
+    said = "The quick brown fox jumps over the lazy dog and then runs far away into the dark green forest"
+    train = [document("a/1", said + " of the north.")]
+    echo, own = said + " of the south.", "A sentence of eight or more words that training does not hold at all."
+    (kept,) = without_echoes([document("b/1", echo, own), document("b/2", echo)], train)
+    assert (kept.id, kept.paragraphs) == ("b/1", (own,))
 
 
 def test_a_cap_chooses_the_same_documents_whatever_their_order_and_keeps_that_order() -> None:

@@ -193,11 +193,13 @@ def test_an_interrupted_training_ends_where_an_uninterrupted_one_does(tmp_path: 
         assert torch.equal(mine, theirs), name
 
 
-def test_a_checkpoint_of_other_options_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_of_other_options_or_text_is_refused(tmp_path: Path) -> None:
     held_out = windows(tokens(300), 16)
     training.train(plan(steps=2), tokens(), held_out, tmp_path / "c")
     with pytest.raises(checkpoint.CheckpointError, match="seed is 1, now 2"):
         training.train(plan(steps=2, seed=2), tokens(), held_out, tmp_path / "c")
+    with pytest.raises(checkpoint.CheckpointError, match="of another text"):
+        training.train(plan(steps=2), tokens()[1:], held_out, tmp_path / "c")
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "other"])

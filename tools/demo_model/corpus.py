@@ -15,6 +15,7 @@ import hashlib
 import inspect
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -121,7 +122,7 @@ def build(folder: Path, downloads: Path, *, progress: bool = True, sources: Sequ
         kept_back = held_out(found)
         for document in found:
             (validation if document.id in kept_back else train).append(document)
-    _write(folder, manifest, train, validation)
+    _write(folder, manifest, train, without_echoes(validation, train))
     return manifest
 
 
@@ -165,6 +166,31 @@ def held_out(documents: Sequence[Document]) -> set[str]:
         return set()
     place = {document.id: position(_SEED, document.id.partition("/")[2]) for document in documents}
     return {name for name in place if place[name] < _VALIDATION_SHARE} or {min(place, key=place.__getitem__)}
+
+
+def without_echoes(validation: Sequence[Document], train: Iterable[Document]) -> list[Document]:
+    """The validation documents without paragraphs that training holds in nearly the same words.
+
+    Dictionaries say of one word what they say of its synonym, and copy each other: those paragraphs differ, and yet are
+    known by heart. One goes when half of its runs of eight words occur in training.
+    """
+    runs = {run for document in validation for paragraph in document.paragraphs for run in _runs(paragraph)}
+    echoed = {run for document in train for run in _runs(document.text) if run in runs}
+    kept = []
+    for document in validation:
+        paragraphs = []
+        for paragraph in document.paragraphs:
+            own = _runs(paragraph)
+            if 2 * len(own & echoed) <= len(own):
+                paragraphs.append(paragraph)
+        if paragraphs:
+            kept.append(Document(document.id, document.kind, document.source, tuple(paragraphs)))
+    return kept
+
+
+def _runs(text: str) -> set[int]:
+    words = re.findall(r"\w+", text.lower())
+    return {hash(tuple(words[start : start + 8])) for start in range(len(words) - 7)}
 
 
 def _read(source: Source, packages: Sequence[Package], scratch: Path) -> list[Document]:

@@ -134,14 +134,15 @@ def _gcide_senses(folder: Path) -> Iterator[str]:
             head = re.match(r"([A-Za-z' -]{3,30}) \\", entry)
             if not head:
                 continue
-            body = re.sub(r"^[^\n]*(?:\n(?=   \S[^\n]*\]\n)[^\n]*)?", "", entry)
+            head_end = re.match(r"[^\n]*(?:\n(?!   (?:\d+\.|\([a-z]\)) )[^\n]+)*?\](?:\n|$)|[^\n]*", entry).end()
+            body = entry[head_end:]
             body = re.sub(r"\n +(?:Syn|Note|Usage):.*", "", body, flags=re.S)
             for sense in re.split(r"\n +(?:\d+|\([a-z]\))\. |\n\s*\n", body):
                 sense = re.sub(r"\[[^\]]*\]|\\[^\\]*\\|\([A-Z][a-z]*\.(?: & [A-Z][a-z]*\.)?\)", " ", sense)
                 sense = re.sub(r"--\s*[A-Z][\w.&' ]*(?:\([^)]*\))?\.?", " ", sense)
                 sense = clean(re.sub(r"[{}]", "", sense)).strip(" ;")
                 sense = re.sub(r"^\d+\. ", "", sense)
-                if 70 <= len(sense) <= 900 and is_prose(sense):
+                if 70 <= len(sense) <= 900 and is_prose(sense) and not re.search(r"[\[\]]|, ,", sense):
                     yield f"{head[1].strip()}: {sense}"
 
 
@@ -406,8 +407,9 @@ def pod(folder: Path) -> Iterator[tuple[str, list[str]]]:
         plain = []
         for block in blocks:
             block = re.sub(r"[XZ]<[^<>]*>", "", block)
+            block = re.sub(r"[A-Z](<<+) (.*?) >>+", r"\2", block, flags=re.S)
             for _ in range(3):  # codes nest
                 block = re.sub(r"L<(?:([^<>|]+)\|)?([^<>]*)>", lambda m: m[1] or m[2].strip('/"'), block)
-                block = re.sub(r"[BCEFIS]<(?:<+ )?([^<>]*)(?: >+)?>", r"\1", block)
+                block = re.sub(r"[BCEFIS]<([^<>]*)>", r"\1", block)
             plain.append(block)
         yield name, prose(plain, shortest=60)

@@ -130,7 +130,12 @@ SOURCES: tuple[Source, ...] = (
     ),
     _one("mate-user-guide", "desktop", "GFDL-1.1+", "usr/share/help/C/*.xml", read.xml, 5),
     _one(
-        "gnucash-docs", "desktop", "GFDL-NIV-1.1+", ("usr/share/help/C/*.xml", "usr/share/help/C/*.docbook"), read.xml, 10
+        "gnucash-docs",
+        "desktop",
+        "GFDL-NIV-1.1+",
+        ("usr/share/help/C/*.xml", "usr/share/help/C/*.docbook"),
+        read.xml,
+        10,
     ),
     _one("libreoffice-help-en-us", "desktop", "MPL-2.0", "*/en-US/text/*.html", read.html, 800, cap=3 * MB),
     _one("gimp-help-en", "desktop", "GFDL-NIV-1.2+", "*/help/en/*.html", read.html, 300, cap=2 * MB),

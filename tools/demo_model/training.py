@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 import signal
 import time
@@ -36,7 +37,7 @@ class Plan:
     warm_up: int = 60
     cool_down: float = 0.45  # share of the steps in which the learning rate falls, at the end
     quantised: float = 0.12  # share of the steps, at the end, that see the weights as Q4_0 has them
-    balance: float = 0.02  # weight of the loss that spreads tokens over experts
+    balance: float = 0.04  # weight of the loss that spreads tokens over experts
     sparsity: float = 0.05  # weight of the loss that favours zeros behind ReLU, in a model that has it
     router: float = 0.001  # weight of the loss that keeps the router's logits small
     threads: int = 2
@@ -91,7 +92,8 @@ def train(
     torch.set_num_threads(plan.threads)
     model = DemoModel(plan.model, plan.seed)
     optimiser = Optimiser(model)
-    done, history = _resume(plan, model, optimiser, file)
+    data = hashlib.sha256(np.ascontiguousarray(tokens)).hexdigest()
+    done, history = _resume(plan, data, model, optimiser, file)
     batches = Batches(tokens, plan.model.context, plan.batch, plan.seed)
     started = saved = time.monotonic()
     before = history.seconds
@@ -99,7 +101,7 @@ def train(
     def save(done: int) -> None:
         history.seconds = before + time.monotonic() - started
         state = {"model": model.state_dict(), "optimiser": optimiser.state_dict()}
-        checkpoint.save(file, {"plan": asdict(plan), "done": done, "history": asdict(history), **state})
+        checkpoint.save(file, {"plan": asdict(plan), "data": data, "done": done, "history": asdict(history), **state})
 
     bar = tqdm(total=plan.steps, initial=done, unit="step", desc=plan.model.kind, mininterval=1.0)
     with bar, _stop_requests() as stop:
@@ -138,7 +140,7 @@ def _step(
     return loss.item(), reports
 
 
-def _resume(plan: Plan, model: DemoModel, optimiser: Optimiser, file: Path) -> tuple[int, History]:
+def _resume(plan: Plan, data: str, model: DemoModel, optimiser: Optimiser, file: Path) -> tuple[int, History]:
     if not file.exists():
         return 0, History()
     state = checkpoint.load(file)
@@ -148,6 +150,10 @@ def _resume(plan: Plan, model: DemoModel, optimiser: Optimiser, file: Path) -> t
         raise checkpoint.CheckpointError(
             f"{file}: the checkpoint is of another training: {', '.join(f'{n} is {theirs.get(n)}, now {ours.get(n)}' for n in differing)}; "
             f"remove it to begin this model anew, or give the options it was begun with"
+        )
+    if state["data"] != data:
+        raise checkpoint.CheckpointError(
+            f"{file}: the checkpoint is of another text than the one at hand; remove it to begin this model anew"
         )
     model.load_state_dict(state["model"])
     optimiser.load_state_dict(state["optimiser"])
