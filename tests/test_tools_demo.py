@@ -26,8 +26,6 @@ def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setattr(module, "run", lambda command, **_: commands.append([Path(command[0]).name, *command[1:]]))
     monkeypatch.setattr(module.signal, "signal", lambda *_: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(module, "SHIPPED", tmp_path / "demo-smallthinker.gguf")
-    module.SHIPPED.touch()
 
     def run(*arguments: str) -> list[list[Any]]:
         monkeypatch.setattr(sys, "argv", [str(DEMO), *arguments])
@@ -44,14 +42,6 @@ def test_alone_it_compares_on_the_shipped_model_and_ends_with_what_is_next(
     last = capsys.readouterr().out.splitlines()[-5:]
     assert last[0].startswith("Next, ") and last[1].endswith("tools/demo --large")
     assert last[3].endswith("-m MODEL.gguf -p 'The library is'") and "-hf USER/REPO" in last[4]
-
-
-def test_without_the_shipped_model_it_makes_one_and_says_so(
-    ran: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "demo-smallthinker.gguf").unlink()
-    assert [command[1] for command in ran()[2:]] == ["inspect", "generate"]
-    assert "came without demo-smallthinker.gguf" in capsys.readouterr().out
 
 
 def test_other_options_are_those_of_moestream_demo(ran: Any) -> None:

@@ -47,7 +47,7 @@ class LogitComparison:
         rms_difference: Root of the mean square of all differences.
         top1_agreement: Share of positions with the same likeliest token.
         close_calls: Positions where that token differs, yet the reference has less than `max_difference` between the two.
-        alike: Positions at which both took the same experts in all layers, as far as `compare` was told.
+        alike: Positions up to which, in their window, both took the same experts in all layers, as far as `compare` was told.
         max_difference_alike: Largest difference at those.
     """
 
@@ -195,7 +195,9 @@ def same_experts(
     cache: str = "F32",
     threads: int = 2,
 ) -> list[np.ndarray]:
-    """Whether a file's model takes the same experts as another in all layers, for each token of each window.
+    """Whether a file's model takes the same experts as another in all layers, for each token of each window and all before it.
+
+    A token attends to those before it, so what another expert made of one of them is in its logits too.
 
     The experts are those of moestream, whose logits are stock's to the last bit.
 
@@ -209,7 +211,7 @@ def same_experts(
         trace = moestream.record_routing(llm, [_tokens(window) for window in windows])
     found = np.split(trace.experts, trace.starts[1:])
     return [
-        (np.sort(mine, axis=-1) == np.sort(experts(_tokens(window)), axis=-1)).all(axis=(1, 2))
+        np.logical_and.accumulate((np.sort(mine, axis=-1) == np.sort(experts(_tokens(window)), axis=-1)).all(axis=(1, 2)))
         for mine, window in zip(found, windows, strict=True)
     ]
 

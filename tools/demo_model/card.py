@@ -65,7 +65,7 @@ def _model(kind: str, f: dict[str, Any], baselines: dict[str, float]) -> str:
 | bigram counts | {math.exp(baselines["bigram"]):.0f} |
 
 Logits of stock llama.cpp against PyTorch, {f16["positions"]} positions: with the weights in F32 at most
-{f["agreement"]["F32"]["max_difference"]:.1g} apart; in F16, {f16["max_difference_alike"]:.1g} where both took the same experts (at
+{f["agreement"]["F32"]["max_difference"]:.1g} apart; in F16, {f16["max_difference_alike"]:.1g} where both took the same experts up to there (at
 {f16["alike"]} positions), the same likeliest token at {f16["top1_agreement"]:.1%}.
 
 | layer | load, in fair shares | entropy | zeros in experts | reused from the token before (chance) | from the last 8 |
