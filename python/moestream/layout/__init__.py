@@ -1,0 +1,1 @@
+"""The laid file: docs/layout.md says what is in it."""
