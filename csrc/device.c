@@ -64,13 +64,16 @@ static void buffer_get(ggml_backend_buffer_t buffer, const struct ggml_tensor *t
     const struct ms_source *source = expert->engine->source;
     const struct ms_matrix *matrix = &source->layers[expert->layer].matrices[expert->matrix];
     for (size_t done = 0; done < size;) {
-        ssize_t n = pread(source->files[matrix->file].fd, (uint8_t *)data + done, size - done, (off_t)(matrix->offset + offset + done));
-        if (n < 0 && errno == EINTR) continue;
-        if (n <= 0) { /* no way to report it from here: the caller sees zeros, the next call the error */
+        uint8_t *slice;
+        size_t bytes, at = offset + done, within = at % tensor->nb[2];
+        if (ms_expert_plain(source, matrix, (int)(at / tensor->nb[2]), &slice, &bytes) < 0) { /* no way to report it from here: the caller sees zeros, the next call the error */
             memset((uint8_t *)data + done, 0, size - done);
             return;
         }
-        done += (size_t)n;
+        size_t n = bytes - within < size - done ? bytes - within : size - done;
+        memcpy((uint8_t *)data + done, slice + within, n);
+        free(slice);
+        done += n;
     }
 }
 

@@ -34,6 +34,7 @@ ms_description ms_describe(const ms_source *source) {
         .n_blocks = source->n_blocks,
         .n_layers = source->n_layers,
         .n_experts_used = source->n_experts_used,
+        .laid = source->layout != NULL,
         .dense_bytes = source->dense_bytes,
         .expert_bytes = source->expert_bytes,
         .disk_bytes = ms_source_disk_bytes(source),
@@ -44,7 +45,12 @@ ms_description ms_describe(const ms_source *source) {
 
 ms_layer_description ms_describe_layer(const ms_source *source, int layer) {
     const struct ms_layer *l = &source->layers[layer];
-    return (ms_layer_description){.block = l->block, .n_experts = l->n_experts, .n_matrices = l->n_matrices};
+    return (ms_layer_description){.block = l->block, .n_experts = l->n_experts, .n_matrices = l->n_matrices, .record_bytes = l->record_bytes};
+}
+
+static const char *form_name(const ms_source *source, const struct ms_matrix *matrix) {
+    const struct ms_permutation *interleaving = ms_source_interleaving(source, matrix);
+    return interleaving ? ms_permutation_describe(interleaving).name : matrix->form == MS_FORM_NEURON_MAJOR ? "neuron-major" : "plain";
 }
 
 ms_matrix_description ms_describe_matrix(const ms_source *source, int layer, int matrix) {
@@ -55,7 +61,8 @@ ms_matrix_description ms_describe_matrix(const ms_source *source, int layer, int
                                    .rows = m->rows,
                                    .slice_bytes = m->slice_bytes,
                                    .file = m->file,
-                                   .offset = m->offset};
+                                   .offset = m->offset,
+                                   .form = form_name(source, m)};
 }
 
 const char *ms_describe_file(const ms_source *source, int file, uint64_t *size_bytes) {
@@ -79,6 +86,36 @@ static int open_reader(struct ms_engine *engine, const ms_engine_options *option
     return ms_fail(-EINVAL, err, errlen, "unknown reader \"%s\"; known are auto, uring, pread and mmap", options->reader);
 }
 
+/* The mmap store computes with rows as the file has them. */
+static bool computes_interleaved(const struct ms_engine *engine, const struct ms_matrix *matrix) {
+    return ms_interleaving_prototype(engine->interleaving, matrix) && (engine->reader || matrix->form > MS_FORM_PLAIN);
+}
+
+static int require_interleaved(const struct ms_engine *engine, char *err, size_t errlen) {
+    const struct ms_source *source = engine->source;
+    for (int l = 0; l < source->n_layers; l++)
+        for (int m = 0; m < source->layers[l].n_matrices; m++)
+            if (computes_interleaved(engine, &source->layers[l].matrices[m])) return 0;
+    return ms_fail(-EINVAL, err, errlen, "kernels=\"interleaved\": reader=\"mmap\" computes in the pages of %s, which hold plain rows; use kernels=\"plain\" or another reader, or: moestream convert %s NEW.gguf", source->files[0].path, source->files[0].path);
+}
+
+/* Says so when experts of a laid file must be converted each time they are read. */
+static void note_conversion(struct ms_engine *engine) {
+    const struct ms_source *source = engine->source;
+    if (!source->layout || !engine->reader) return;
+    for (int l = 0; l < source->n_layers; l++)
+        for (int m = 0; m < source->layers[l].n_matrices; m++) {
+            const struct ms_matrix *matrix = &source->layers[l].matrices[m];
+            const struct ms_permutation *stored = ms_source_interleaving(source, matrix);
+            bool wanted = ms_interleaving_prototype(engine->interleaving, matrix) != NULL;
+            if (stored ? wanted && ms_interleaving_is_stored(engine->interleaving, source, matrix) : !wanted) continue;
+            ms_engine_note(engine, "experts are converted as they arrive (%s is stored %s, the kernels want %s); made once by: moestream convert %s NEW.gguf%s", matrix->name,
+                           stored ? ms_permutation_describe(stored).name : "plain", wanted ? "interleaved rows" : "plain rows", source->files[0].path,
+                           wanted ? "" : " --target plain");
+            return;
+        }
+}
+
 int ms_engine_open(const char *path, const ms_engine_options *options, ms_engine **out, char *err, size_t errlen) {
     struct ms_engine *engine = calloc(1, sizeof *engine);
     if (!engine) return ms_fail(-ENOMEM, err, errlen, "out of memory");
@@ -98,9 +135,12 @@ int ms_engine_open(const char *path, const ms_engine_options *options, ms_engine
         for (int m = 0; m < MS_MAX_MATRICES; m++) engine->tensors[l][m] = (struct ms_expert_tensor){.engine = engine, .layer = l, .matrix = m};
     rc = open_reader(engine, options, err, errlen);
     if (rc < 0) goto fail;
-    bool interleaved = options->kernels != MS_KERNELS_PLAIN && engine->reader;
+    bool interleaved = options->kernels != MS_KERNELS_PLAIN && (engine->reader || source->layout);
     if (interleaved) rc = ms_interleaving_open(source, &engine->interleaving, err, errlen);
     if (rc < 0) goto fail;
+    if (options->kernels == MS_KERNELS_INTERLEAVED && !engine->reader) rc = require_interleaved(engine, err, errlen);
+    if (rc < 0) goto fail;
+    note_conversion(engine);
     ms_device_attach(engine);
     *out = engine;
     return 0;
@@ -151,7 +191,7 @@ int ms_engine_load_end(ms_engine *engine, FILE *stream, char *err, size_t errlen
 
 int ms_engine_start(ms_engine *engine, uint64_t budget_bytes, char *err, size_t errlen) {
     if (engine->store) return ms_fail(-EALREADY, err, errlen, "the engine is started already");
-    if (!engine->reader) return ms_mapping_open(engine->source, engine->verify, &engine->store, err, errlen);
+    if (!engine->reader) return ms_mapping_open(engine->source, engine->interleaving, engine->verify, &engine->store, err, errlen);
     struct ms_slots_options options = {.budget_bytes = budget_bytes, .verify = engine->verify, .wanted = engine->wanted};
     return ms_slots_open(engine->source, engine->reader, engine->interleaving, options, &engine->store, err, errlen);
 }
@@ -163,14 +203,14 @@ ms_stats ms_engine_stats(ms_engine *engine) {
     if (engine->store) {
         struct ms_store_counters c = engine->store->counters(engine->store);
         stats = (ms_stats){
-            .hits = c.hits, .misses = c.misses, .bytes_read = c.bytes_read, .read_ns = c.read_ns, .wait_ns = c.wait_ns, .convert_ns = c.convert_ns,
+            .hits = c.hits, .misses = c.misses, .reads = c.reads, .bytes_read = c.bytes_read, .read_ns = c.read_ns, .wait_ns = c.wait_ns, .convert_ns = c.convert_ns,
             .slots_used = c.slots_used, .slots_total = c.slots_total, .slot_bytes = c.slot_bytes, .cache_bytes = c.capacity_bytes,
             .expert_resident_bytes = c.resident_bytes,
         };
     }
     for (int l = 0; l < engine->source->n_layers; l++)
         for (int m = 0; m < engine->source->layers[l].n_matrices; m++)
-            if (ms_interleaving_prototype(engine->interleaving, &engine->source->layers[l].matrices[m])) stats.matrices_interleaved++;
+            if (computes_interleaved(engine, &engine->source->layers[l].matrices[m])) stats.matrices_interleaved++;
             else stats.matrices_plain++;
     pthread_mutex_lock(&engine->mutex);
     stats.tokens = engine->tokens;

@@ -7,6 +7,7 @@
 #include "clock.h"
 #include "ggml-cpu.h"
 #include "message.h"
+#include "neuron_major.h"
 
 /* ggml's MUL_MAT_ID keeps a table of (indices in the view) x (rows). Where it
  * would be larger than this the product is worked in rounds, whose gathered
@@ -27,9 +28,20 @@ struct ms_experts {
     size_t rows_bytes;
     uint8_t *graph_memory;
     size_t graph_memory_bytes;
+    struct ggml_tensor neuron_major; /* a node of our own operation, to copy that from */
 };
 
 /* ------------------------------------------------------------ life */
+
+/* How ggml writes down an operation of ours is its own affair; so one is made for us. */
+static bool make_neuron_major(struct ms_experts *experts) {
+    struct ggml_context *context = ggml_init((struct ggml_init_params){.mem_size = ggml_tensor_overhead() * 4, .no_alloc = true});
+    if (!context) return false;
+    struct ggml_tensor *argument = ggml_new_tensor_1d(context, GGML_TYPE_F32, 1);
+    experts->neuron_major = *ggml_custom_4d(context, GGML_TYPE_F32, 1, 1, 1, 1, &argument, 1, ms_neuron_major_product, GGML_N_TASKS_MAX, NULL);
+    ggml_free(context);
+    return true;
+}
 
 struct ms_experts *ms_experts_new(ms_expert_lookup lookup) {
     struct ms_experts *experts = calloc(1, sizeof *experts);
@@ -38,7 +50,7 @@ struct ms_experts *ms_experts_new(ms_expert_lookup lookup) {
     experts->cpu = ggml_backend_cpu_init();
     experts->graph_memory_bytes = ggml_tensor_overhead() * 8 + ggml_graph_overhead_custom(16, false);
     experts->graph_memory = malloc(experts->graph_memory_bytes);
-    if (experts->cpu && experts->graph_memory) return experts;
+    if (experts->cpu && experts->graph_memory && make_neuron_major(experts)) return experts;
     ms_experts_free(experts);
     return NULL;
 }
@@ -136,7 +148,35 @@ static struct ggml_tensor view_as_weight(const struct ggml_tensor *weight, struc
     lent.nb[3] = view.stride_bytes * (size_t)span.n;
     lent.buffer = view.prototype ? view.prototype->buffer : NULL;
     lent.extra = view.prototype ? view.prototype->extra : NULL;
+    if (view.neuron_major_type >= 0) { /* what llama.cpp was shown is the other way round, and of another type */
+        lent.type = (enum ggml_type)view.neuron_major_type;
+        lent.ne[0] = weight->ne[1];
+        lent.ne[1] = weight->ne[0];
+        lent.nb[0] = ggml_type_size(lent.type);
+        lent.nb[1] = ggml_row_size(lent.type, lent.ne[0]);
+    }
     return lent;
+}
+
+/* What a product is computed by: ggml's own operation, or ours. */
+struct operation {
+    enum ggml_op op;
+    int32_t params[sizeof(((struct ggml_tensor *)0)->op_params) / sizeof(int32_t)];
+};
+
+static struct operation operation_of(const struct ggml_tensor *node) {
+    struct operation operation = {.op = node->op};
+    memcpy(operation.params, node->op_params, sizeof operation.params);
+    return operation;
+}
+
+static void set_operation(struct ggml_tensor *node, const struct operation *operation) {
+    node->op = operation->op;
+    memcpy(node->op_params, operation->params, sizeof operation->params);
+}
+
+static struct operation product_operation(const struct ms_experts *experts, const struct ggml_tensor *node, struct ms_view view) {
+    return operation_of(view.neuron_major_type >= 0 ? &experts->neuron_major : node);
 }
 
 static struct ggml_tensor plain_tensor(enum ggml_type type, void *data, int64_t ne0, int64_t ne1, int64_t ne2) {
@@ -169,6 +209,7 @@ static enum ggml_status compute_nodes(struct ms_experts *experts, struct ggml_cg
 
 struct loan {
     struct ggml_tensor *node, *weight, *ids;
+    struct operation operation;
     struct ggml_tensor lent;
 };
 
@@ -185,14 +226,19 @@ static enum ggml_status compute_lent(struct ms_experts *experts, struct ms_store
         loan->node = node;
         loan->weight = node->src[0];
         loan->ids = node->src[2];
-        loan->lent = view_as_weight(loan->weight, store->view(store, layer, tensor->matrix), span);
+        loan->operation = operation_of(node);
+        struct ms_view view = store->view(store, layer, tensor->matrix);
+        struct operation lent_operation = product_operation(experts, node, view);
+        loan->lent = view_as_weight(loan->weight, view, span);
         node->src[0] = &loan->lent;
         node->src[2] = ids;
+        set_operation(node, &lent_operation);
     }
     enum ggml_status status = compute_nodes(experts, graph, begin, end, compute_ns);
     while (n--) {
         loans[n].node->src[0] = loans[n].weight;
         loans[n].node->src[2] = loans[n].ids;
+        set_operation(loans[n].node, &loans[n].operation);
     }
     return status;
 }
@@ -255,10 +301,13 @@ static enum ggml_status compute_round(struct ms_experts *experts, struct ms_stor
             memcpy(gathered + row * columns, source, columns * sizeof(float));
             experts->ids[row++] = experts->indices[i] - span.low;
         }
-    struct ggml_tensor weight = view_as_weight(node->src[0], store->view(store, tensor->layer, tensor->matrix), span);
+    struct ms_view view = store->view(store, tensor->layer, tensor->matrix);
+    struct operation operation = product_operation(experts, node, view);
+    struct ggml_tensor weight = view_as_weight(node->src[0], view, span);
     struct ggml_tensor input = plain_tensor(GGML_TYPE_F32, gathered, (int64_t)columns, 1, (int64_t)n_rows);
     struct ggml_tensor row_ids = plain_tensor(GGML_TYPE_I32, experts->ids, 1, (int64_t)n_rows, 1);
     struct ggml_tensor product = *node;
+    set_operation(&product, &operation);
     for (int i = 0; i < 4; i++) {
         struct ggml_tensor shape = plain_tensor(GGML_TYPE_F32, products, (int64_t)outputs, 1, (int64_t)n_rows);
         product.ne[i] = shape.ne[i];

@@ -8,12 +8,14 @@
 #include "ggml-cpu.h"
 #include "ggml.h"
 #include "message.h"
+#include "moestream.h"
 
 struct prototype {
     int type;
     int64_t columns, rows;
     struct ggml_tensor *tensor;
     ggml_backend_buffer_t buffer;
+    ms_permutation *permutation; /* what interleaving does to the bits, of a laid file; else NULL */
 };
 
 struct ms_interleaving {
@@ -22,12 +24,12 @@ struct ms_interleaving {
     struct prototype *prototypes;
 };
 
-static ggml_backend_buffer_type_t repack_buffer_type(ggml_backend_dev_t *cpu) {
-    *cpu = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
-    if (!*cpu) return NULL;
+ggml_backend_buffer_type_t ms_repack_buffer_type(void) {
+    ggml_backend_dev_t cpu = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+    if (!cpu) return NULL;
     ggml_backend_dev_get_extra_bufts_t extra_bufts =
-        (ggml_backend_dev_get_extra_bufts_t)ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(*cpu), "ggml_backend_dev_get_extra_bufts");
-    for (ggml_backend_buffer_type_t *buft = extra_bufts ? extra_bufts(*cpu) : NULL; buft && *buft; buft++)
+        (ggml_backend_dev_get_extra_bufts_t)ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(cpu), "ggml_backend_dev_get_extra_bufts");
+    for (ggml_backend_buffer_type_t *buft = extra_bufts ? extra_bufts(cpu) : NULL; buft && *buft; buft++)
         if (strcmp(ggml_backend_buft_name(*buft), "CPU_REPACK") == 0) return *buft;
     return NULL;
 }
@@ -57,8 +59,8 @@ static const struct prototype *find(const struct ms_interleaving *interleaving, 
 }
 
 int ms_interleaving_open(const struct ms_source *source, struct ms_interleaving **out, char *err, size_t errlen) {
-    ggml_backend_dev_t cpu;
-    ggml_backend_buffer_type_t buft = repack_buffer_type(&cpu);
+    ggml_backend_dev_t cpu = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+    ggml_backend_buffer_type_t buft = ms_repack_buffer_type();
     *out = NULL;
     if (!buft) return 0;
     size_t n = (size_t)source->n_layers * MS_MAX_MATRICES;
@@ -72,7 +74,7 @@ int ms_interleaving_open(const struct ms_source *source, struct ms_interleaving 
         const struct ms_layer *layer = &source->layers[l];
         for (int m = 0; m < layer->n_matrices; m++) {
             const struct ms_matrix *matrix = &layer->matrices[m];
-            if (find(interleaving, matrix)) continue;
+            if (matrix->form == MS_FORM_NEURON_MAJOR || find(interleaving, matrix)) continue;
             struct prototype *p = &interleaving->prototypes[interleaving->n_prototypes++];
             *p = (struct prototype){.type = matrix->type, .columns = matrix->columns, .rows = matrix->rows};
             if (!would_interleave(cpu, buft, matrix, layer->n_experts, source->n_experts_used)) continue;
@@ -81,6 +83,11 @@ int ms_interleaving_open(const struct ms_source *source, struct ms_interleaving 
             p->buffer = ggml_backend_buft_alloc_buffer(buft, ggml_nbytes(p->tensor));
             if (!p->buffer || ggml_backend_tensor_alloc(p->buffer, p->tensor, ggml_backend_buffer_get_base(p->buffer)) != GGML_STATUS_SUCCESS)
                 goto out_of_memory;
+            int rc = source->layout ? ms_permutation_native(matrix->type, matrix->columns, matrix->rows, &p->permutation, err, errlen) : 0;
+            if (rc < 0) {
+                ms_interleaving_close(interleaving);
+                return rc;
+            }
         }
     }
     *out = interleaving;
@@ -92,15 +99,24 @@ out_of_memory:
 
 void ms_interleaving_close(struct ms_interleaving *interleaving) {
     if (!interleaving) return;
-    for (int i = 0; i < interleaving->n_prototypes; i++) ggml_backend_buffer_free(interleaving->prototypes[i].buffer);
+    for (int i = 0; i < interleaving->n_prototypes; i++) {
+        ggml_backend_buffer_free(interleaving->prototypes[i].buffer);
+        ms_permutation_free(interleaving->prototypes[i].permutation);
+    }
     ggml_free(interleaving->context);
     free(interleaving->prototypes);
     free(interleaving);
 }
 
 const struct ggml_tensor *ms_interleaving_prototype(const struct ms_interleaving *interleaving, const struct ms_matrix *matrix) {
-    const struct prototype *p = interleaving ? find(interleaving, matrix) : NULL;
+    const struct prototype *p = interleaving && matrix->form != MS_FORM_NEURON_MAJOR ? find(interleaving, matrix) : NULL;
     return p ? p->tensor : NULL;
+}
+
+bool ms_interleaving_is_stored(const struct ms_interleaving *interleaving, const struct ms_source *source, const struct ms_matrix *matrix) {
+    const struct ms_permutation *stored = ms_source_interleaving(source, matrix);
+    const struct prototype *p = interleaving && stored ? find(interleaving, matrix) : NULL;
+    return p && p->tensor && p->permutation && ms_permutation_equal(stored, p->permutation);
 }
 
 void ms_interleave(const struct ggml_tensor *prototype, const struct ms_matrix *matrix, const void *plain, void *out) {

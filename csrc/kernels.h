@@ -15,8 +15,12 @@
 
 #include "source.h"
 
+struct ggml_backend_buffer_type;
 struct ggml_tensor;
 struct ms_interleaving;
+
+/* ggml's CPU_REPACK: what is written to tensors in it is interleaved. NULL: this build has none. */
+struct ggml_backend_buffer_type *ms_repack_buffer_type(void);
 
 /* The prototypes of the matrices that ggml would interleave in a stock model
  * with `n_experts` experts; none of them where it would not.
@@ -26,6 +30,9 @@ void ms_interleaving_close(struct ms_interleaving *interleaving);
 
 /* The prototype for a matrix, or NULL if it runs with plain rows. */
 const struct ggml_tensor *ms_interleaving_prototype(const struct ms_interleaving *interleaving, const struct ms_matrix *matrix);
+
+/* Does the file have this matrix as ggml's interleaved kernels want it here? Then what is read is computed as it is. */
+bool ms_interleaving_is_stored(const struct ms_interleaving *interleaving, const struct ms_source *source, const struct ms_matrix *matrix);
 
 /* Interleaves one expert's plain bytes from `plain` into `out`, which must not overlap. Any thread. */
 void ms_interleave(const struct ggml_tensor *prototype, const struct ms_matrix *matrix, const void *plain, void *out);

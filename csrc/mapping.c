@@ -16,6 +16,7 @@
 
 #include "clock.h"
 #include "message.h"
+#include "moestream.h"
 #include "store.h"
 
 #ifndef MADV_POPULATE_READ
@@ -25,6 +26,7 @@
 struct mapping {
     struct ms_store base;
     struct ms_source *source;
+    const struct ms_interleaving *interleaving;
     bool verify;
     size_t page;
     uint8_t **files;
@@ -38,7 +40,7 @@ struct range {
 };
 
 static struct range pages_of(const struct mapping *mapping, const struct ms_matrix *matrix, int expert) {
-    uint8_t *begin = mapping->files[matrix->file] + matrix->offset + (uint64_t)expert * matrix->slice_bytes;
+    uint8_t *begin = mapping->files[matrix->file] + matrix->offset + (uint64_t)expert * matrix->stride_bytes;
     uint8_t *aligned = (uint8_t *)((uintptr_t)begin / mapping->page * mapping->page);
     return (struct range){aligned, (size_t)(begin - aligned) + matrix->slice_bytes};
 }
@@ -54,7 +56,7 @@ static int mapping_capacity(struct ms_store *store, int layer) { return ((struct
 
 /* -ENODATA: the file ends before this expert does. -EIO: the disk does not give it. */
 static int populate(const struct mapping *mapping, const struct ms_matrix *matrix, int expert) {
-    uint64_t end = matrix->offset + ((uint64_t)expert + 1) * matrix->slice_bytes;
+    uint64_t end = matrix->offset + (uint64_t)expert * matrix->stride_bytes + matrix->slice_bytes;
     struct range range = pages_of(mapping, matrix, expert);
     int fd = mapping->source->files[matrix->file].fd;
     struct stat st;
@@ -68,6 +70,17 @@ static int populate(const struct mapping *mapping, const struct ms_matrix *matri
         for (size_t at = 0; at < range.bytes; at += mapping->page) (void)*(volatile uint8_t *)(range.begin + at); /* before Linux 5.14 */
         break;
     }
+    return 0;
+}
+
+/* What was populated: a record ends in padding that may still have to be read. */
+static int verify(const struct mapping *mapping, const struct ms_layer *layer, const int32_t *experts, int n, char *err, size_t errlen) {
+    for (int index = 0; index < ms_expert_n_reads(layer); index++)
+        for (int i = 0; i < n; i++) {
+            const struct ms_matrix *matrix = &layer->matrices[index];
+            uint64_t offset = layer->record_bytes ? layer->record_offset + (uint64_t)experts[i] * layer->record_bytes : matrix->offset + (uint64_t)experts[i] * matrix->stride_bytes;
+            if (!ms_expert_is_valid(layer, index, experts[i], mapping->files[matrix->file] + offset)) return ms_expert_failure(mapping->source, layer, index, experts[i], -EBADMSG, err, errlen);
+        }
     return 0;
 }
 
@@ -99,11 +112,10 @@ static int mapping_acquire(struct ms_store *store, int layer, const int32_t *exp
         const struct ms_matrix *matrix = &l->matrices[m];
         for (int i = 0; i < n && rc == 0; i++) {
             rc = populate(mapping, matrix, experts[i]);
-            const uint8_t *data = mapping->files[matrix->file] + matrix->offset + (uint64_t)experts[i] * matrix->slice_bytes;
-            if (rc == 0 && mapping->verify && !ms_weights_are_valid(matrix, data)) rc = -EBADMSG;
-            if (rc < 0) ms_expert_failure(mapping->source, matrix, experts[i], rc, err, errlen);
+            if (rc < 0) ms_expert_failure(mapping->source, l, l->record_bytes ? 0 : m, experts[i], rc, err, errlen);
         }
     }
+    if (rc == 0 && mapping->verify) rc = verify(mapping, l, experts, n, err, errlen);
     int64_t spent = ms_now_ns() - begin;
     pthread_mutex_lock(&mapping->mutex);
     mapping->counters.hits += hits;
@@ -125,7 +137,13 @@ static void mapping_release(struct ms_store *store, int layer, const int32_t *in
 static struct ms_view mapping_view(struct ms_store *store, int layer, int matrix) {
     struct mapping *mapping = (struct mapping *)store;
     const struct ms_matrix *m = &mapping->source->layers[layer].matrices[matrix];
-    return (struct ms_view){.data = mapping->files[m->file] + m->offset, .stride_bytes = m->slice_bytes, .n = mapping->source->layers[layer].n_experts};
+    return (struct ms_view){
+        .data = mapping->files[m->file] + m->offset,
+        .stride_bytes = m->stride_bytes,
+        .n = mapping->source->layers[layer].n_experts,
+        .prototype = m->form > MS_FORM_PLAIN ? ms_interleaving_prototype(mapping->interleaving, m) : NULL,
+        .neuron_major_type = ms_neuron_major_type(m),
+    };
 }
 
 static struct ms_store_counters mapping_counters(struct ms_store *store) {
@@ -145,12 +163,20 @@ static void mapping_close(struct ms_store *store) {
     free(mapping);
 }
 
-int ms_mapping_open(struct ms_source *source, bool verify, struct ms_store **out, char *err, size_t errlen) {
+int ms_mapping_open(struct ms_source *source, const struct ms_interleaving *interleaving, bool verify, struct ms_store **out, char *err, size_t errlen) {
+    for (int l = 0; l < source->n_layers; l++)
+        for (int m = 0; m < source->layers[l].n_matrices; m++) {
+            const struct ms_matrix *matrix = &source->layers[l].matrices[m];
+            if (ms_source_interleaving(source, matrix) && !ms_interleaving_is_stored(interleaving, source, matrix))
+                return ms_fail(-ENOTSUP, err, errlen, "%s: %s is interleaved (%s) in a way that is not computed with here, and reader=\"mmap\" computes from the file as it is; use another reader, or: moestream convert %s NEW.gguf --target plain",
+                               source->files[matrix->file].path, matrix->name, ms_permutation_describe(ms_source_interleaving(source, matrix)).name, source->files[0].path);
+        }
     struct mapping *mapping = calloc(1, sizeof *mapping);
     if (!mapping) return ms_fail(-ENOMEM, err, errlen, "out of memory");
     mapping->base = (struct ms_store){.capacity = mapping_capacity, .acquire = mapping_acquire, .release = mapping_release,
                                       .view = mapping_view, .counters = mapping_counters, .close = mapping_close};
     mapping->source = source;
+    mapping->interleaving = interleaving;
     mapping->verify = verify;
     mapping->page = (size_t)sysconf(_SC_PAGESIZE);
     pthread_mutex_init(&mapping->mutex, NULL);

@@ -53,6 +53,7 @@ typedef struct ms_description {
     int n_blocks;  /* transformer layers */
     int n_layers;  /* of these, layers with experts */
     int n_experts_used;
+    bool laid; /* one record per expert, see docs/layout.md */
     uint64_t dense_bytes;
     uint64_t expert_bytes;
     uint64_t disk_bytes;
@@ -64,6 +65,7 @@ typedef struct ms_layer_description {
     int block;
     int n_experts;
     int n_matrices;
+    uint64_t record_bytes; /* of a laid file, else 0 */
 } ms_layer_description;
 
 typedef struct ms_matrix_description {
@@ -74,6 +76,7 @@ typedef struct ms_matrix_description {
     uint64_t slice_bytes;
     int file;
     uint64_t offset; /* of expert 0 */
+    const char *form; /* "plain", "neuron-major", or the name of its interleaving */
 } ms_matrix_description;
 
 /* Opens and checks a model without loading it; see source.h for the errors. */
@@ -103,6 +106,7 @@ typedef struct ms_stats {
     uint64_t tokens;
     uint64_t hits;   /* experts found in memory, one count per layer and batch */
     uint64_t misses; /* experts that had to be read */
+    uint64_t reads; /* asked of the disk; the mmap reader does not count them */
     uint64_t bytes_read;
     int64_t read_ns;    /* with at least one read in flight */
     int64_t wait_ns;    /* computation blocked on experts */
@@ -144,5 +148,57 @@ ms_stats ms_engine_stats(ms_engine *engine);
 int ms_engine_take_error(ms_engine *engine, char *err, size_t errlen);
 
 void ms_engine_close(ms_engine *engine);
+
+/* ---------------------------------------------------------------- laid files */
+
+/* An interleaving (docs/layout.md, "Forms of a part"): a permutation of the
+ * bits in runs of blocks, some of them inverted. It never changes once made.
+ * All of these may be called by any thread. */
+typedef struct ms_permutation ms_permutation;
+
+typedef struct ms_permutation_description {
+    const char *name; /* "q4_0 8x8": rows, and the bytes of a row that stay together; "q1_0 4 rows" where that says nothing */
+    int type;         /* enum ggml_type */
+    int rows;
+    const uint16_t *bits;
+    const uint8_t *inverted;
+    uint32_t n_bits; /* length of both */
+    int block_columns; /* values in a block of the type */
+} ms_permutation_description;
+
+/* How the running ggml stores matrices of this type and shape for its fast
+ * kernels. Found by watching it do so. *out NULL: rows stay plain, or what ggml
+ * does is no such table. -EINVAL: no such type or shape; -ENOMEM. */
+int ms_permutation_native(int type, int64_t columns, int64_t rows, ms_permutation **out, char *err, size_t errlen);
+
+/* How ggml stores them on another machine: "plain", "x86-avx2", "x86-avx512",
+ * "arm-dotprod" or "arm-i8mm". On the machine itself as ms_permutation_native
+ * has it. For another, Q4_0, Q8_0, IQ4_NL and MXFP4 from our own description of
+ * the layout; other types only where this machine has the same layout (Q4_K:
+ * AVX2, AVX-512 and i8mm), and else *out is NULL: they stay plain, although
+ * that machine could have them interleaved. *out NULL too if it keeps that type
+ * or shape plain. -EINVAL: no such target, type or shape; -ENOMEM. */
+int ms_permutation_for_target(const char *target, int type, int64_t columns, int64_t rows, ms_permutation **out, char *err, size_t errlen);
+
+/* From a file's table. -EINVAL: it is no permutation, is not as long as that
+ * many blocks of the type, or rows or type are out of range; -ENOMEM. */
+int ms_permutation_from_table(const char *name, int type, int rows, const uint16_t *bits, const uint8_t *inverted, size_t n_bits,
+                              ms_permutation **out, char *err, size_t errlen);
+
+ms_permutation_description ms_permutation_describe(const ms_permutation *permutation);
+/* Of all but the name. */
+bool ms_permutation_equal(const ms_permutation *a, const ms_permutation *b);
+
+/* Plain to interleaved, and back. `rows` is a multiple of the table's, `columns`
+ * of the type's block; in and out must not overlap. */
+void ms_permutation_apply(const ms_permutation *permutation, const void *plain, void *out, int64_t columns, int64_t rows);
+void ms_permutation_invert(const ms_permutation *permutation, const void *interleaved, void *out, int64_t columns, int64_t rows);
+void ms_permutation_free(ms_permutation *permutation);
+
+/* The target that is this machine, as the running ggml sees it; "plain" if it is none of them. */
+const char *ms_native_target(void);
+
+/* CRC-32C of n bytes that go on from those whose checksum is `crc`; 0 to begin. */
+uint32_t ms_crc32c(uint32_t crc, const void *data, size_t n);
 
 #endif

@@ -34,13 +34,13 @@ static double measure(struct ms_engine *engine, struct ms_reader *reader, uint8_
     while (spent < TRIAL_NS && trial.status == 0) {
         for (int i = 0; i < TRIAL_READS; i++) {
             const struct ms_layer *layer = &source->layers[rand_r(seed) % (unsigned)source->n_layers];
-            const struct ms_matrix *matrix = &layer->matrices[rand_r(seed) % (unsigned)layer->n_matrices];
-            reads[i] = ms_expert_read(source, matrix, (int)(rand_r(seed) % (unsigned)layer->n_experts));
+            int index = (int)(rand_r(seed) % (unsigned)ms_expert_n_reads(layer));
+            reads[i] = ms_expert_read(source, layer, index, (int)(rand_r(seed) % (unsigned)layer->n_experts));
             reads[i].destination = memory + (size_t)i * room;
             reads[i].done = trial_done;
             reads[i].owner = &trial;
             reads[i].next = i + 1 < TRIAL_READS ? &reads[i + 1] : NULL;
-            bytes += matrix->slice_bytes;
+            bytes += reads[i].needed_bytes;
         }
         trial.outstanding = TRIAL_READS;
         reader->submit(reader, reads);

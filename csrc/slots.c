@@ -15,7 +15,8 @@
  * start at an aligned offset, so the bytes wanted begin a little behind the
  * start of the room they are read into: when that distance is the same for
  * all experts it is simply part of the layout, otherwise the bytes are moved
- * on arrival.
+ * on arrival. A record of a laid file is a slot as it is: one read, nothing to
+ * move, and nothing to convert where its rows are what the kernels want.
  */
 #include <errno.h>
 #include <pthread.h>
@@ -26,6 +27,7 @@
 #include "clock.h"
 #include "huge_pages.h"
 #include "message.h"
+#include "moestream.h"
 #include "policy.h"
 #include "store.h"
 #include "thread.h"
@@ -39,12 +41,12 @@ struct slot {
     int layer, expert;
     enum state state;
     int pins;
-    int pending; /* matrices not there yet */
+    int pending; /* reads whose bytes are not ready yet */
     int status;  /* of the first that failed */
-    int bad_matrix;
+    int bad_read;
     struct ms_read reads[MS_MAX_MATRICES];
     struct slot *next_arrival;
-    int arrived[MS_MAX_MATRICES]; /* matrices read but not yet converted */
+    int arrived[MS_MAX_MATRICES]; /* reads that are done, with bytes not yet converted */
     int n_arrived;
 };
 
@@ -66,7 +68,9 @@ struct room {
     size_t offset;      /* of the room, aligned for direct reads */
     size_t data_offset; /* of the first byte of the matrix */
     const struct ggml_tensor *prototype;
-    bool convert; /* something must be done to what was read */
+    const struct ms_permutation *stored; /* interleaving to undo on arrival, or NULL */
+    bool interleave; /* on arrival, with the prototype */
+    bool move;       /* on arrival: reads begin at a distance that differs between experts */
 };
 
 struct layer_slots {
@@ -74,6 +78,7 @@ struct layer_slots {
     uint64_t first_key; /* of its experts among those of the class */
     int *slot_of;       /* expert -> slot, or -1 */
     struct room rooms[MS_MAX_MATRICES];
+    bool convert; /* something must be done to what was read */
 };
 
 struct slots {
@@ -107,7 +112,8 @@ static size_t room_bytes(const struct ms_source *source, const struct ms_matrix 
 }
 
 size_t ms_slot_bytes(const struct ms_source *source, const struct ms_layer *layer) {
-    size_t bytes = 0;
+    size_t bytes = layer->record_bytes;
+    if (bytes) return bytes;
     for (int m = 0; m < layer->n_matrices; m++) bytes += room_bytes(source, &layer->matrices[m]);
     return bytes;
 }
@@ -213,11 +219,11 @@ static struct slot *take_slot(struct slots *pool, int layer, int expert) {
     return slot;
 }
 
-static void matrix_is_there(struct slots *pool, struct slot *slot, int matrix, int status) {
+static void read_is_ready(struct slots *pool, struct slot *slot, int read, int status) {
     struct class *class = class_of(pool, slot);
     if (status < 0 && slot->status == 0) {
         slot->status = status;
-        slot->bad_matrix = matrix;
+        slot->bad_read = read;
     }
     if (--slot->pending > 0) return;
     slot->state = slot->status < 0 ? FAILED : READY;
@@ -234,21 +240,33 @@ static uint8_t *slot_memory(const struct class *class, const struct slot *slot) 
     return class->memory + (size_t)(slot - class->slots) * class->slot_bytes;
 }
 
-/* Turns what was read into what the kernels want. No lock held. */
-static int convert(struct slots *pool, struct slot *slot, int matrix_index, uint8_t *scratch) {
-    const struct layer_slots *ls = &pool->layers[slot->layer];
-    const struct room *room = &ls->rooms[matrix_index];
-    const struct ms_matrix *matrix = &pool->source->layers[slot->layer].matrices[matrix_index];
-    const struct ms_read *read = &slot->reads[matrix_index];
-    uint64_t wanted = matrix->offset + (uint64_t)slot->expert * matrix->slice_bytes;
-    uint8_t *plain = read->destination + (wanted - read->offset);
-    uint8_t *data = slot_memory(ls->class, slot) + room->data_offset;
-    if (pool->verify && !ms_weights_are_valid(matrix, plain)) return -EBADMSG;
-    if (room->prototype) {
-        memcpy(scratch, plain, matrix->slice_bytes);
+/* Turns one matrix as stored, at `stored`, into what the kernels want, in its room. */
+static void convert_matrix(const struct room *room, const struct ms_matrix *matrix, uint8_t *stored, uint8_t *data, uint8_t *scratch) {
+    if (room->stored) {
+        memcpy(scratch, stored, matrix->slice_bytes);
+        ms_permutation_invert(room->stored, scratch, data, matrix->columns, matrix->rows);
+        stored = data;
+    }
+    if (room->interleave) {
+        memcpy(scratch, stored, matrix->slice_bytes);
         ms_interleave(room->prototype, matrix, scratch, data);
-    } else if (plain != data) {
-        memmove(data, plain, matrix->slice_bytes);
+    } else if (stored != data) {
+        memmove(data, stored, matrix->slice_bytes);
+    }
+}
+
+/* Checks what a read brought, and converts it. No lock held. */
+static int convert(struct slots *pool, struct slot *slot, int index, uint8_t *scratch) {
+    const struct layer_slots *ls = &pool->layers[slot->layer];
+    const struct ms_layer *layer = &pool->source->layers[slot->layer];
+    const struct ms_read *read = &slot->reads[index];
+    int first = layer->record_bytes ? 0 : index, last = layer->record_bytes ? layer->n_matrices - 1 : index;
+    for (int m = first; m <= last; m++) {
+        const struct ms_matrix *matrix = &layer->matrices[m];
+        uint64_t wanted = matrix->offset + (uint64_t)slot->expert * matrix->stride_bytes;
+        uint8_t *stored = read->destination + (wanted - read->offset);
+        if (m == first && pool->verify && !ms_expert_is_valid(layer, index, slot->expert, layer->record_bytes ? read->destination : stored)) return -EBADMSG;
+        convert_matrix(&ls->rooms[m], matrix, stored, slot_memory(ls->class, slot) + ls->rooms[m].data_offset, scratch);
     }
     return 0;
 }
@@ -256,37 +274,37 @@ static int convert(struct slots *pool, struct slot *slot, int matrix_index, uint
 /* Takes one arrival and converts it. Mutex held on entry and exit. */
 static void convert_one(struct slots *pool, uint8_t *scratch) {
     struct slot *slot = pool->arrivals;
-    int matrix = slot->arrived[--slot->n_arrived];
+    int read = slot->arrived[--slot->n_arrived];
     if (slot->n_arrived == 0) {
         pool->arrivals = slot->next_arrival;
         if (!pool->arrivals) pool->last_arrival = &pool->arrivals;
     }
     pthread_mutex_unlock(&pool->mutex);
     int64_t begin = ms_now_ns();
-    int status = convert(pool, slot, matrix, scratch);
+    int status = convert(pool, slot, read, scratch);
     int64_t spent = ms_now_ns() - begin;
     pthread_mutex_lock(&pool->mutex);
     pool->counters.convert_ns += spent;
-    matrix_is_there(pool, slot, matrix, status);
+    read_is_ready(pool, slot, read, status);
 }
 
 /* Called on a reader's thread. */
 static void read_done(struct ms_read *read, int status) {
     struct slot *slot = read->owner;
     struct slots *pool = slot->pool;
-    int matrix = (int)(read - slot->reads);
+    int index = (int)(read - slot->reads);
     pthread_mutex_lock(&pool->mutex);
-    if (status == 0 && pool->layers[slot->layer].rooms[matrix].convert) {
+    if (status == 0 && pool->layers[slot->layer].convert) {
         if (slot->n_arrived == 0) {
             slot->next_arrival = NULL;
             *pool->last_arrival = slot;
             pool->last_arrival = &slot->next_arrival;
         }
-        slot->arrived[slot->n_arrived++] = matrix;
+        slot->arrived[slot->n_arrived++] = index;
         pthread_cond_signal(&pool->arrived);
         pthread_cond_broadcast(&pool->changed);
     } else {
-        matrix_is_there(pool, slot, matrix, status);
+        read_is_ready(pool, slot, index, status);
     }
     pthread_mutex_unlock(&pool->mutex);
 }
@@ -311,14 +329,14 @@ static void prepare_reads(struct slots *pool, struct slot *slot, struct ms_read 
     const struct ms_source *source = pool->source;
     const struct ms_layer *layer = &source->layers[slot->layer];
     const struct layer_slots *ls = &pool->layers[slot->layer];
-    slot->pending = layer->n_matrices;
-    for (int m = layer->n_matrices - 1; m >= 0; m--) {
-        slot->reads[m] = ms_expert_read(source, &layer->matrices[m], slot->expert);
-        slot->reads[m].destination = slot_memory(ls->class, slot) + ls->rooms[m].offset;
-        slot->reads[m].done = read_done;
-        slot->reads[m].owner = slot;
-        slot->reads[m].next = *list;
-        *list = &slot->reads[m];
+    slot->pending = ms_expert_n_reads(layer);
+    for (int i = slot->pending - 1; i >= 0; i--) {
+        slot->reads[i] = ms_expert_read(source, layer, i, slot->expert);
+        slot->reads[i].destination = slot_memory(ls->class, slot) + (layer->record_bytes ? 0 : ls->rooms[i].offset);
+        slot->reads[i].done = read_done;
+        slot->reads[i].owner = slot;
+        slot->reads[i].next = *list;
+        *list = &slot->reads[i];
     }
 }
 
@@ -409,7 +427,7 @@ static int slots_acquire(struct ms_store *store, int layer, const int32_t *exper
     for (int i = 0; i < n && rc == 0; i++) {
         const struct slot *slot = &class->slots[indices[i]];
         if (slot->state == FAILED)
-            rc = ms_expert_failure(pool->source, &pool->source->layers[layer].matrices[slot->bad_matrix], slot->expert, slot->status, err, errlen);
+            rc = ms_expert_failure(pool->source, &pool->source->layers[layer], slot->bad_read, slot->expert, slot->status, err, errlen);
     }
     if (blocked) pool->counters.wait_ns += ms_now_ns() - begin;
     if (rc < 0) release_locked(pool, layer, indices, n);
@@ -418,12 +436,14 @@ static int slots_acquire(struct ms_store *store, int layer, const int32_t *exper
 }
 
 static struct ms_view slots_view(struct ms_store *store, int layer, int matrix) {
-    const struct layer_slots *ls = &((struct slots *)store)->layers[layer];
+    const struct slots *pool = (struct slots *)store;
+    const struct layer_slots *ls = &pool->layers[layer];
     return (struct ms_view){
         .data = ls->class->memory + ls->rooms[matrix].data_offset,
         .stride_bytes = ls->class->slot_bytes,
         .n = ls->class->n_slots,
         .prototype = ls->rooms[matrix].prototype,
+        .neuron_major_type = ms_neuron_major_type(&pool->source->layers[layer].matrices[matrix]),
     };
 }
 
@@ -441,6 +461,7 @@ static struct ms_store_counters slots_counters(struct ms_store *store) {
     }
     pthread_mutex_unlock(&pool->mutex);
     struct ms_reader_counters reads = ms_reader_read_counters(pool->reader);
+    counters.reads = reads.reads;
     counters.bytes_read = reads.bytes;
     counters.read_ns = reads.busy_ns;
     return counters;
@@ -456,21 +477,30 @@ static struct class *class_for(struct slots *pool, size_t slot_bytes) {
     return class;
 }
 
-static void lay_out(struct slots *pool, int layer, const struct ms_interleaving *interleaving) {
+static void lay_out(struct slots *pool, int layer_index, const struct ms_interleaving *interleaving) {
     const struct ms_source *source = pool->source;
-    struct layer_slots *ls = &pool->layers[layer];
+    const struct ms_layer *layer = &source->layers[layer_index];
+    struct layer_slots *ls = &pool->layers[layer_index];
     size_t offset = 0, alignment = source->alignment;
-    for (int m = 0; m < source->layers[layer].n_matrices; m++) {
-        const struct ms_matrix *matrix = &source->layers[layer].matrices[m];
+    ls->convert = pool->verify;
+    for (int m = 0; m < layer->n_matrices; m++) {
+        const struct ms_matrix *matrix = &layer->matrices[m];
         struct room *room = &ls->rooms[m];
-        room->offset = offset;
         room->prototype = ms_interleaving_prototype(interleaving, matrix);
-        bool same_distance = matrix->slice_bytes % alignment == 0;
-        room->data_offset = offset + (same_distance && !room->prototype ? matrix->offset % alignment : 0);
-        room->convert = room->prototype || !same_distance || pool->verify;
-        offset += room_bytes(source, matrix);
-        if (room->convert && matrix->slice_bytes > pool->scratch_bytes) pool->scratch_bytes = matrix->slice_bytes;
+        if (ms_source_interleaving(source, matrix) && !ms_interleaving_is_stored(interleaving, source, matrix)) room->stored = ms_source_interleaving(source, matrix);
+        room->interleave = room->prototype && (room->stored || matrix->form == MS_FORM_PLAIN);
+        if (layer->record_bytes) {
+            room->offset = room->data_offset = (size_t)(matrix->offset - layer->record_offset);
+        } else {
+            room->move = matrix->slice_bytes % alignment != 0;
+            room->offset = offset;
+            room->data_offset = offset + (!room->move && !room->interleave ? matrix->offset % alignment : 0);
+            offset += room_bytes(source, matrix);
+        }
+        if (room->stored || room->interleave || room->move) ls->convert = true;
+        if ((room->stored || room->interleave) && matrix->slice_bytes > pool->scratch_bytes) pool->scratch_bytes = matrix->slice_bytes;
     }
+    if (ls->convert && pool->scratch_bytes == 0) pool->scratch_bytes = CACHE_LINE; /* that there is one is how arrivals find a thread */
 }
 
 /* Reserves the slots' memory on a huge-page boundary; pages come with the reads. */

@@ -164,8 +164,9 @@ static struct ms_layer *layer_of_block(struct ms_source *source, int block) {
     return layer;
 }
 
-static int add_expert_tensor(struct ms_source *source, int block, int file, uint64_t offset, const struct ggml_tensor *tensor,
-                             char *err, size_t errlen) {
+/* Adds one matrix of all a layer's experts to the table; the caller then says where they lie. */
+static int add_matrix(struct ms_source *source, int block, int file, const struct ggml_tensor *tensor, struct ms_layer **out_layer,
+                      struct ms_matrix **out_matrix, char *err, size_t errlen) {
     const char *path = source->files[file].path;
     struct ms_layer *layer = layer_of_block(source, block);
     if (!layer) return ms_fail(-ENOMEM, err, errlen, "out of memory for the table of experts");
@@ -184,7 +185,91 @@ static int add_expert_tensor(struct ms_source *source, int block, int file, uint
     matrix->rows = tensor->ne[1];
     matrix->slice_bytes = tensor->nb[2];
     matrix->file = file;
+    *out_layer = layer;
+    *out_matrix = matrix;
+    return 0;
+}
+
+static int add_expert_tensor(struct ms_source *source, int block, int file, uint64_t offset, const struct ggml_tensor *tensor,
+                             char *err, size_t errlen) {
+    struct ms_layer *layer;
+    struct ms_matrix *matrix;
+    int rc = add_matrix(source, block, file, tensor, &layer, &matrix, err, errlen);
+    if (rc < 0) return rc;
     matrix->offset = offset;
+    matrix->stride_bytes = matrix->slice_bytes;
+    return 0;
+}
+
+/* Shows llama.cpp a tensor; 0, or -EINVAL if an earlier one had its name. */
+static int add_virtual_tensor(struct ms_source *source, struct gguf_context *header, int file, const struct ggml_tensor *tensor, struct ms_segment segment,
+                              char *err, size_t errlen) {
+    if (gguf_find_tensor(header, tensor->name) >= 0)
+        return ms_fail(-EINVAL, err, errlen, "%s: tensor %s is in an earlier shard too; the shards do not belong together", source->files[file].path, tensor->name);
+    struct ms_segment *grown = realloc(source->segments, sizeof(struct ms_segment) * (size_t)(source->n_segments + 1));
+    if (!grown) return ms_fail(-ENOMEM, err, errlen, "out of memory for the tensors of %s", source->files[file].path);
+    source->segments = grown;
+    segment.file = file;
+    source->segments[source->n_segments++] = segment;
+    gguf_add_tensor(header, tensor);
+    return 0;
+}
+
+/* Adds a layer of records: a matrix for each part, and the tensor that llama.cpp expects in its place. */
+static int add_records(struct ms_source *source, int block, int file, uint64_t offset, const struct ggml_tensor *bundle, struct gguf_context *header,
+                       char *err, size_t errlen) {
+    const char *path = source->files[file].path;
+    const struct ms_laid_layer *laid = ms_layout_find(source->layout, block);
+    if (!laid) return ms_fail(-EINVAL, err, errlen, "%s: tensor %s is of a block that moestream.layer.block does not list; convert or download it again", path, bundle->name);
+    if (bundle->type != GGML_TYPE_I8 || bundle->ne[2] != 1 || bundle->ne[3] != 1 || bundle->ne[1] > INT32_MAX || bundle->ne[0] % MS_RECORD_ALIGNMENT ||
+        bundle->ne[0] > UINT32_MAX - MS_RECORD_ALIGNMENT || offset % MS_RECORD_ALIGNMENT)
+        return ms_fail(-EINVAL, err, errlen, "%s: tensor %s (%s, %lld x %lld, at %llu) is no run of page-aligned records; convert or download it again", path, bundle->name,
+                       ggml_type_name(bundle->type), (long long)bundle->ne[0], (long long)bundle->ne[1], (unsigned long long)offset);
+    for (int p = 0; p < laid->n_parts; p++) {
+        const struct ms_part *part = &laid->parts[p];
+        if (part->offset + part->size_bytes > (uint64_t)bundle->ne[0])
+            return ms_fail(-EINVAL, err, errlen, "%s: part %s ends at %llu of a record of %lld bytes; convert or download it again", path, part->tensor,
+                           (unsigned long long)(part->offset + part->size_bytes), (long long)bundle->ne[0]);
+        /* A neuron-major matrix has its blocks along the other side; as F16 it may have any shape. */
+        enum ggml_type shown = part->form == MS_FORM_NEURON_MAJOR ? GGML_TYPE_F16 : (enum ggml_type)part->type;
+        struct ggml_tensor tensor = {.type = shown, .ne = {part->columns, part->rows, bundle->ne[1], 1}};
+        ggml_set_name(&tensor, part->tensor);
+        tensor.nb[0] = ggml_type_size(shown);
+        tensor.nb[1] = ggml_row_size(shown, part->columns);
+        tensor.nb[2] = tensor.nb[1] * (size_t)part->rows;
+        tensor.nb[3] = tensor.nb[2] * (size_t)bundle->ne[1];
+        struct ms_layer *layer;
+        struct ms_matrix *matrix;
+        int rc = add_virtual_tensor(source, header, file, &tensor, (struct ms_segment){.is_expert = true, .size_bytes = tensor.nb[3]}, err, errlen);
+        if (rc == 0) rc = add_matrix(source, block, file, &tensor, &layer, &matrix, err, errlen);
+        if (rc < 0) return rc;
+        matrix->type = part->type;
+        matrix->form = part->form;
+        matrix->slice_bytes = part->size_bytes;
+        matrix->offset = offset + part->offset;
+        matrix->stride_bytes = (uint64_t)bundle->ne[0];
+        layer->record_bytes = (size_t)bundle->ne[0];
+        layer->record_offset = offset;
+        source->expert_bytes += part->size_bytes * (uint64_t)bundle->ne[1];
+    }
+    return 0;
+}
+
+/* Gives every layer its checksums; all the tables list must be there. */
+static int finish_layout(struct ms_source *source, char *err, size_t errlen) {
+    const struct ms_layout *layout = source->layout;
+    const char *path = source->files[0].path;
+    uint64_t n = 0;
+    for (int l = 0; l < source->n_layers; l++) n += (uint64_t)source->layers[l].n_experts;
+    if (source->n_layers != layout->n_layers)
+        return ms_fail(-EINVAL, err, errlen, "%s: has the records of %d layers, moestream.layer.block lists %d; convert or download it again", path, source->n_layers, layout->n_layers);
+    if (n != layout->n_checksums)
+        return ms_fail(-EINVAL, err, errlen, "%s: has %llu records and %llu checksums; convert or download it again", path, (unsigned long long)n, (unsigned long long)layout->n_checksums);
+    n = 0;
+    for (int l = 0; l < source->n_layers; l++) {
+        source->layers[l].checksums = layout->checksums + n;
+        n += (uint64_t)source->layers[l].n_experts;
+    }
     return 0;
 }
 
@@ -192,33 +277,30 @@ static int compare_layers(const void *a, const void *b) {
     return ((const struct ms_layer *)a)->block - ((const struct ms_layer *)b)->block;
 }
 
+struct patterns {
+    regex_t expert_tensor, records;
+};
+
 /* Adds a file's tensors to the table and to the virtual header. */
-static int add_file(struct ms_source *source, int file, const struct gguf_context *gguf, struct ggml_context *tensors,
-                    struct gguf_context *header, const regex_t *expert_tensor, char *err, size_t errlen) {
-    int64_t n = gguf_get_n_tensors(gguf);
-    struct ms_segment *grown = realloc(source->segments, sizeof(struct ms_segment) * (size_t)(source->n_segments + n + 1));
-    if (!grown) return ms_fail(-ENOMEM, err, errlen, "out of memory for %lld tensors of %s", (long long)n, source->files[file].path);
-    source->segments = grown;
-    for (int64_t i = 0; i < n; i++) {
+static int add_file(struct ms_source *source, int file, const struct gguf_context *gguf, struct ggml_context *tensors, struct gguf_context *header,
+                    const struct patterns *patterns, char *err, size_t errlen) {
+    for (int64_t i = 0; i < gguf_get_n_tensors(gguf); i++) {
         const char *name = gguf_get_tensor_name(gguf, i);
         struct ggml_tensor *tensor = ggml_get_tensor(tensors, name);
-        if (gguf_find_tensor(header, name) >= 0)
-            return ms_fail(-EINVAL, err, errlen, "%s: tensor %s is in an earlier shard too; the shards do not belong together", source->files[file].path, name);
-        gguf_add_tensor(header, tensor);
+        uint64_t offset = source->files[file].data_offset + gguf_get_tensor_offset(gguf, i), size = gguf_get_tensor_size(gguf, i);
         regmatch_t groups[2];
-        struct ms_segment *segment = &source->segments[source->n_segments++];
-        *segment = (struct ms_segment){
-            .file = file,
-            .offset = source->files[file].data_offset + gguf_get_tensor_offset(gguf, i),
-            .size_bytes = gguf_get_tensor_size(gguf, i),
-            .is_expert = regexec(expert_tensor, name, 2, groups, 0) == 0,
-        };
-        if (!segment->is_expert) {
-            source->dense_bytes += segment->size_bytes;
-            continue;
+        bool is_expert = regexec(&patterns->expert_tensor, name, 2, groups, 0) == 0;
+        int rc;
+        if (source->layout && is_expert) {
+            rc = ms_fail(-EINVAL, err, errlen, "%s: tensor %s is in a laid file beside its records; convert or download it again", source->files[file].path, name);
+        } else if (source->layout && regexec(&patterns->records, name, 2, groups, 0) == 0) {
+            rc = add_records(source, atoi(name + groups[1].rm_so), file, offset, tensor, header, err, errlen);
+        } else {
+            rc = add_virtual_tensor(source, header, file, tensor, (struct ms_segment){.is_expert = is_expert, .offset = offset, .size_bytes = size}, err, errlen);
+            if (rc == 0 && is_expert) rc = add_expert_tensor(source, atoi(name + groups[1].rm_so), file, offset, tensor, err, errlen);
+            if (is_expert) source->expert_bytes += size;
+            else source->dense_bytes += size;
         }
-        source->expert_bytes += segment->size_bytes;
-        int rc = add_expert_tensor(source, atoi(name + groups[1].rm_so), file, segment->offset, tensor, err, errlen);
         if (rc < 0) return rc;
     }
     return 0;
@@ -267,6 +349,13 @@ static int shard_path(const char *first, int n_shards, int shard, char *path, si
     return 0;
 }
 
+/* llama.cpp is to see the model, not how it is laid out. */
+static void show_own_architecture(const struct ms_source *source, const struct gguf_context *gguf, struct gguf_context *header) {
+    for (int64_t i = 0; i < gguf_get_n_kv(gguf); i++)
+        if (strncmp(gguf_get_key(gguf, i), "moestream.", 10) == 0) gguf_remove_key(header, gguf_get_key(gguf, i));
+    gguf_set_val_str(header, "general.architecture", source->architecture);
+}
+
 static int add_first_file(struct ms_source *source, const struct gguf_context *gguf, struct gguf_context *header, int *n_shards, char *err, size_t errlen) {
     const char *path = source->files[0].path;
     uint64_t shard = 0, shards = 1, value;
@@ -277,6 +366,11 @@ static int add_first_file(struct ms_source *source, const struct gguf_context *g
                        (unsigned long long)shard + 1, (unsigned long long)shards, (unsigned long long)shards);
     if (shards < 1 || shards > 99999) return ms_fail(-EINVAL, err, errlen, "%s: split.count is %llu", path, (unsigned long long)shards);
     find_string(gguf, "general.architecture", source->architecture, sizeof source->architecture);
+    if (ms_layout_is_laid(gguf)) {
+        int rc = ms_layout_read(gguf, path, &source->layout, err, errlen);
+        if (rc < 0) return rc;
+        snprintf(source->architecture, sizeof source->architecture, "%s", source->layout->architecture);
+    }
     find_string(gguf, "general.name", source->model_name, sizeof source->model_name);
     if (!source->architecture[0]) return ms_fail(-EINVAL, err, errlen, "%s: the header has no general.architecture; it is not a language model", path);
     if (find_architecture_unsigned(source, gguf, "block_count", &value)) source->n_blocks = (int)value;
@@ -290,6 +384,7 @@ static int add_first_file(struct ms_source *source, const struct gguf_context *g
     gguf_remove_key(header, "split.no");
     gguf_remove_key(header, "split.count");
     gguf_remove_key(header, "split.tensors.count");
+    if (source->layout) show_own_architecture(source, gguf, header);
     gguf_set_val_u32(header, "general.alignment", MS_VIRTUAL_ALIGNMENT);
     *n_shards = (int)shards;
     return 0;
@@ -298,8 +393,8 @@ static int add_first_file(struct ms_source *source, const struct gguf_context *g
 int ms_source_open(const char *path, struct ms_source **out, char *err, size_t errlen) {
     struct ms_source *source = calloc(1, sizeof *source);
     struct gguf_context *header = new_virtual_header();
-    regex_t expert_tensor;
-    int rc = regcomp(&expert_tensor, MS_EXPERT_TENSOR, REG_EXTENDED) ? -ENOMEM : 0;
+    struct patterns patterns;
+    int rc = regcomp(&patterns.expert_tensor, MS_EXPERT_TENSOR, REG_EXTENDED) || regcomp(&patterns.records, MS_LAID_TENSOR, REG_EXTENDED) ? -ENOMEM : 0;
     int n_shards = 1;
     if (rc < 0 || !source || !header) {
         rc = ms_fail(-ENOMEM, err, errlen, "out of memory");
@@ -324,7 +419,7 @@ int ms_source_open(const char *path, struct ms_source **out, char *err, size_t e
         if (rc == -ENOENT && i > 0)
             rc = ms_fail(rc, err, errlen, "%s: shard %d of %d is missing; download it into the same folder", shard, i + 1, n_shards);
         if (rc == 0 && i == 0) rc = add_first_file(source, gguf, header, &n_shards, err, errlen);
-        if (rc == 0) rc = add_file(source, i, gguf, tensors, header, &expert_tensor, err, errlen);
+        if (rc == 0) rc = add_file(source, i, gguf, tensors, header, &patterns, err, errlen);
         gguf_free(gguf);
         ggml_free(tensors);
         if (rc < 0) goto end;
@@ -338,9 +433,11 @@ int ms_source_open(const char *path, struct ms_source **out, char *err, size_t e
         goto end;
     }
     qsort(source->layers, (size_t)source->n_layers, sizeof(struct ms_layer), compare_layers);
-    rc = build_virtual_header(source, header, err, errlen);
+    if (source->layout) rc = finish_layout(source, err, errlen);
+    if (rc == 0) rc = build_virtual_header(source, header, err, errlen);
 end:
-    regfree(&expert_tensor);
+    regfree(&patterns.expert_tensor);
+    regfree(&patterns.records);
     if (header) gguf_free(header);
     if (rc < 0) {
         ms_source_close(source);
@@ -361,6 +458,7 @@ void ms_source_close(struct ms_source *source) {
     free(source->layers);
     free(source->segments);
     free(source->header);
+    ms_layout_free(source->layout);
     free(source);
 }
 
@@ -443,4 +541,8 @@ int ms_source_find(const struct ms_source *source, const char *tensor_name, int 
                 return l;
             }
     return -1;
+}
+
+const struct ms_permutation *ms_source_interleaving(const struct ms_source *source, const struct ms_matrix *matrix) {
+    return matrix->form > MS_FORM_PLAIN ? source->layout->permutations[matrix->form - 1] : NULL;
 }

@@ -3,7 +3,8 @@
  * A source owns the descriptors of one model (one file or all shards of a
  * split set) and knows where every expert of every layer lies: file, offset,
  * size, and per matrix its type and shape. Nothing above it cares how the
- * files are laid out.
+ * files are laid out: in a stock GGUF the matrices of an expert are slices of
+ * three tensors, in a laid one (layout.h) parts of one record.
  *
  * Everything is checked when the source is opened, from the header alone: a
  * file that ends before its last tensor does is refused with the tensor named.
@@ -15,6 +16,8 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+
+#include "layout.h"
 
 #define MS_MAX_MATRICES 3 /* gate, up, down; or gate_up, down; or up, down */
 #define MS_TENSOR_NAME_BYTES 64
@@ -36,12 +39,14 @@ struct ms_file {
 /* One `blk.N.ffn_*_exps.weight`: n_experts slices of the same type and shape. */
 struct ms_matrix {
     char name[MS_TENSOR_NAME_BYTES];
-    int type;       /* enum ggml_type */
+    int type;       /* enum ggml_type, as stored */
+    int form;       /* MS_FORM_NEURON_MAJOR, MS_FORM_PLAIN, or the number of its interleaving */
     int64_t columns; /* ne[0] */
     int64_t rows;    /* ne[1] of one expert */
     size_t slice_bytes;
     int file;
-    uint64_t offset; /* of expert 0 in that file; expert e is at offset + e * slice_bytes */
+    uint64_t offset;       /* of expert 0 in that file; expert e is at offset + e * stride_bytes */
+    uint64_t stride_bytes; /* slice_bytes in a stock file, the record's size in a laid one */
 };
 
 struct ms_layer {
@@ -49,6 +54,10 @@ struct ms_layer {
     int n_experts;
     int n_matrices;
     struct ms_matrix matrices[MS_MAX_MATRICES];
+    /* laid files: expert e's record, with all its matrices */
+    size_t record_bytes; /* 0 in a stock file */
+    uint64_t record_offset; /* of expert 0's; in the file of the matrices */
+    const uint32_t *checksums; /* CRC-32C, one an expert */
 };
 
 /* One tensor as the virtual GGUF shows it, in virtual order. */
@@ -67,6 +76,7 @@ struct ms_source {
     struct ms_layer *layers;
     int n_blocks;
     int n_experts_used; /* top-k, the largest over the layers */
+    struct ms_layout *layout; /* of a laid file, else NULL */
     char architecture[64];
     char model_name[256];
     uint64_t dense_bytes;
@@ -85,6 +95,7 @@ struct ms_source {
  *   -ENOENT, -EACCES, -EISDIR   the file, or a shard of it
  *   -EINVAL                     not a GGUF, or a damaged or foreign one
  *   -ENODATA                    truncated; the tensor is named
+ *   -EPROTO                     laid out by a later moestream
  *   -ENOTSUP                    no experts in it
  *   -ENOMEM */
 int ms_source_open(const char *path, struct ms_source **out, char *err, size_t errlen);
@@ -103,5 +114,8 @@ int ms_source_check(struct ms_source *source, int file, char *err, size_t errlen
 
 /* Finds a tensor among the experts: its layer index, and its matrix in *matrix. -1 if absent. */
 int ms_source_find(const struct ms_source *source, const char *tensor_name, int *matrix);
+
+/* The interleaving in which a matrix is stored; NULL if its rows are plain or it is neuron-major. */
+const struct ms_permutation *ms_source_interleaving(const struct ms_source *source, const struct ms_matrix *matrix);
 
 #endif

@@ -25,10 +25,12 @@ struct ms_view {
     size_t stride_bytes;
     int n; /* indices are 0..n-1 */
     const struct ggml_tensor *prototype; /* of interleaved rows, or NULL for plain ones */
+    int neuron_major_type; /* enum ggml_type of a matrix stored transposed, or -1 */
 };
 
 struct ms_store_counters {
     uint64_t hits, misses;
+    uint64_t reads;
     uint64_t bytes_read; /* from the disk, padding included */
     int64_t read_ns;     /* time with at least one read in flight */
     int64_t wait_ns;     /* time acquire blocked */
@@ -45,7 +47,7 @@ struct ms_store {
     /* Distinct experts, n <= capacity. Writes n indices.
      *   -EIO, -ENODATA, ...  a read failed: file, tensor, expert and offset are in err
      *   -ESTALE              the file was replaced by another
-     *   -EBADMSG             the bytes are no valid weights (only with verify) */
+     *   -EBADMSG             the bytes are not what was written (only with verify) */
     int (*acquire)(struct ms_store *store, int layer, const int32_t *experts, int n, int32_t *indices, char *err, size_t errlen);
     void (*release)(struct ms_store *store, int layer, const int32_t *indices, int n);
     struct ms_view (*view)(struct ms_store *store, int layer, int matrix);
@@ -55,7 +57,7 @@ struct ms_store {
 
 struct ms_slots_options {
     uint64_t budget_bytes;
-    bool verify;        /* check every expert's quantised blocks as it arrives */
+    bool verify;        /* check every expert as it arrives */
     const bool *wanted; /* per layer: does the loaded model use it? */
 };
 
@@ -74,18 +76,28 @@ int ms_slots_open(struct ms_source *source, struct ms_reader *reader, const stru
                   struct ms_slots_options options, struct ms_store **out, char *err, size_t errlen);
 
 /* The files mapped and never populated: experts are computed in place, the
- * kernel's page cache is the cache. Plain rows only. */
-int ms_mapping_open(struct ms_source *source, bool verify, struct ms_store **out, char *err, size_t errlen);
+ * kernel's page cache is the cache. Rows are as the file has them: where
+ * interleaved, `interleaving` must say that ggml stores them so here, or it is -ENOTSUP. */
+int ms_mapping_open(struct ms_source *source, const struct ms_interleaving *interleaving, bool verify, struct ms_store **out, char *err, size_t errlen);
 
 /* For the stores and who reads like them. */
 
-/* The read of one expert's matrix, aligned as the source wants; the caller adds
- * destination and done. The bytes wanted are the last slice_bytes of needed_bytes. */
-struct ms_read ms_expert_read(const struct ms_source *source, const struct ms_matrix *matrix, int expert);
+/* How many reads bring an expert of this layer: one of its record in a laid file, one a matrix in a stock one. */
+int ms_expert_n_reads(const struct ms_layer *layer);
+/* The read number `index` of an expert, aligned as the source wants; the caller
+ * adds destination and done. In a stock file it is of matrix `index`, whose
+ * bytes are the last slice_bytes of needed_bytes. */
+struct ms_read ms_expert_read(const struct ms_source *source, const struct ms_layer *layer, int index, int expert);
+/* The type of a matrix stored transposed, or -1. */
+int ms_neuron_major_type(const struct ms_matrix *matrix);
 /* Puts the sentence for a read that failed (or weights that are none) into err; returns status. */
-int ms_expert_failure(const struct ms_source *source, const struct ms_matrix *matrix, int expert, int status, char *err, size_t errlen);
-/* One expert's plain bytes, as ggml checks them under --check-tensors. */
-bool ms_weights_are_valid(const struct ms_matrix *matrix, const void *data);
+int ms_expert_failure(const struct ms_source *source, const struct ms_layer *layer, int index, int expert, int status, char *err, size_t errlen);
+/* Is what read `index` brought what was written? A record has its checksum; a
+ * stock file's plain matrix is looked through as ggml does under --check-tensors. */
+bool ms_expert_is_valid(const struct ms_layer *layer, int index, int expert, const void *data);
+/* One expert's matrix as the virtual GGUF shows it (plain rows; a neuron-major
+ * one as F16), read through the page cache. *bytes is its length in *out, which the caller frees. */
+int ms_expert_plain(const struct ms_source *source, const struct ms_matrix *matrix, int expert, uint8_t **out, size_t *bytes);
 /* ms_source_check for the files of a layer. */
 int ms_layer_check(struct ms_source *source, int layer, char *err, size_t errlen);
 

@@ -19,7 +19,7 @@ from moestream._native import LIBRARY, MESSAGE_BYTES
 __all__ = ["PythonReader", "Store", "direct", "failure", "ffi", "interleaving", "lib", "opened", "reader", "store"]
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
-HEADERS = ("source.h", "kernels.h", "policy.h", "reader.h", "store.h")
+HEADERS = ("checksum.h", "layout.h", "source.h", "kernels.h", "policy.h", "reader.h", "store.h")
 
 
 def _declarations(header: str) -> str:
@@ -207,7 +207,7 @@ class Store:
     def on_disk(self, layer: int, matrix: int, expert: int) -> bytes:
         """The same bytes as the file has them."""
         m = self.source.layers[layer].matrices[matrix]
-        return os.pread(self.source.files[m.file].fd, m.slice_bytes, m.offset + expert * m.slice_bytes)
+        return os.pread(self.source.files[m.file].fd, m.slice_bytes, m.offset + expert * m.stride_bytes)
 
     def check(self, layer: int, experts: Sequence[int], indices: Sequence[int]) -> None:
         """Asserts that every matrix of the experts is where `indices` say."""

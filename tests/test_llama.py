@@ -513,7 +513,7 @@ def test_stats_since_are_differences_of_counters_only(model: Path) -> None:
         later = llm.expert_stats()
     difference = later.since(earlier)
     assert isinstance(difference, ExpertStats)
-    for name in ("tokens", "hits", "misses", "bytes_read", "read_s", "wait_s", "compute_s", "convert_s"):
+    for name in ("tokens", "hits", "misses", "reads", "bytes_read", "read_s", "wait_s", "compute_s", "convert_s"):
         assert getattr(difference, name) == getattr(later, name) - getattr(earlier, name) >= 0
     assert difference.slots_total == later.slots_total
     assert later.since(later).hit_rate == later.since(later).read_bandwidth == 0.0

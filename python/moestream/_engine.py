@@ -83,7 +83,7 @@ class Engine:
     @property
     def interleaves(self) -> bool:
         """Whether dense weights may be repacked by llama.cpp: the whole model follows ``kernels``."""
-        return self.options.kernels != "plain" and self.reader != "mmap"
+        return self.options.kernels != "plain" and (self.reader != "mmap" or self.stats().kernels != "plain")
 
     def buffer_type(self) -> int:
         """Address of the ggml buffer type for expert tensors."""
@@ -190,6 +190,7 @@ class Engine:
             tokens=s.tokens,
             hits=s.hits,
             misses=s.misses,
+            reads=s.reads,
             bytes_read=s.bytes_read,
             read_s=s.read_ns / 1e9,
             wait_s=s.wait_ns / 1e9,

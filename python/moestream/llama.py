@@ -22,6 +22,7 @@ from ._engine import Engine
 from ._native import lib, text
 from .errors import ExpertReadError, ModelError, OptionError
 from .memory import private_bytes
+from .model import describe
 from .options import ExpertStreaming
 from .stats import ExpertStats
 
@@ -108,6 +109,13 @@ class _StreamedModel(stock_internals.LlamaModel):
         if self.model is not None:
             llama_cpp.llama_model_free(self.model)
             self.model = None
+
+
+def _is_laid(path: str) -> bool:
+    try:
+        return describe(path).laid
+    except ModelError:
+        return False
 
 
 def _progress_callback(load_progress: Callable[[float], None], failure: list[BaseException]) -> Any:
@@ -229,7 +237,15 @@ class Llama(llama_cpp.Llama):
         if expert_streaming is False:
             if load_progress is not None:
                 raise OptionError("load_progress= reports on a streamed model; it needs expert_streaming")
-            super().__init__(model_path, **kwargs)
+            try:
+                super().__init__(model_path, **kwargs)
+            except ValueError as error:
+                if not _is_laid(model_path):
+                    raise
+                raise ModelError(
+                    f"{model_path}: is a laid file, which only streaming can load; give expert_streaming=True, or make a stock file "
+                    f"of it: moestream export {model_path} STOCK.gguf"
+                ) from error
             return
         if kwargs.get("use_mlock"):
             raise OptionError("use_mlock=True would lock the whole model in memory, which streaming exists to avoid; leave it out")

@@ -31,6 +31,8 @@ class ExpertMatrix:
     columns: int
     rows: int
     slice_bytes: int
+    form: str = "plain"
+    """How its rows are stored: "plain", "neuron-major", or the name of an interleaving such as "q4_0 8x8"."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class MoeLayer:
     layer: int
     experts: int
     matrices: tuple[ExpertMatrix, ...]
+    record_bytes: int | None = None
+    """In a laid file the length of the one read that brings an expert, padding included."""
 
     @property
     def expert_bytes(self) -> int:
@@ -58,6 +62,8 @@ class ModelDescription:
     layers: int
     moe_layers: tuple[MoeLayer, ...]
     experts_used: int
+    laid: bool
+    """Is it a laid file, with one record per expert?"""
     dense_bytes: int
     expert_bytes: int
     bytes_on_disk: int
@@ -107,9 +113,16 @@ def describe_source(source: Any, path: Path) -> ModelDescription:
         for m in range(layer.n_matrices):
             matrix = lib.ms_describe_matrix(source, index, m)
             matrices.append(
-                ExpertMatrix(text(matrix.tensor_name), text(matrix.type_name).upper(), matrix.columns, matrix.rows, matrix.slice_bytes)
+                ExpertMatrix(
+                    text(matrix.tensor_name),
+                    text(matrix.type_name).upper(),
+                    matrix.columns,
+                    matrix.rows,
+                    matrix.slice_bytes,
+                    text(matrix.form),
+                )
             )
-        layers.append(MoeLayer(layer.block, layer.n_experts, tuple(matrices)))
+        layers.append(MoeLayer(layer.block, layer.n_experts, tuple(matrices), layer.record_bytes or None))
     return ModelDescription(
         path=path,
         files=tuple(files),
@@ -118,6 +131,7 @@ def describe_source(source: Any, path: Path) -> ModelDescription:
         layers=found.n_blocks,
         moe_layers=tuple(layers),
         experts_used=found.n_experts_used,
+        laid=found.laid,
         dense_bytes=found.dense_bytes,
         expert_bytes=found.expert_bytes,
         bytes_on_disk=found.disk_bytes,

@@ -31,12 +31,13 @@ class ExpertStreaming:
             shape ggml interleaves on this CPU.
         reader: ``"uring"`` (Linux io_uring), ``"pread"`` (threads, anywhere) or
             ``"mmap"`` (experts computed in place, the page cache is the cache:
-            for several processes on one file; plain kernels only). ``"auto"``
-            takes the faster of the first two by a short measurement on the file.
+            for several processes on one file; with rows as the file has them).
+            ``"auto"`` takes the faster of the first two by a short measurement on the file.
         direct: Read past the page cache (O_DIRECT). ``"auto"`` does where the
             file system serves such reads; True fails where it does not.
-        verify: Check the weights of every expert that is read (NaN or infinite
-            scales), at the cost of looking at each byte.
+        verify: Check every expert that is read, at the cost of looking at each
+            byte: its checksum in a laid file, else its weights (NaN or infinite
+            scales).
 
     Raises:
         OptionError: a value that is none of these, or two that exclude each other.
@@ -62,8 +63,6 @@ class ExpertStreaming:
         if not isinstance(self.verify, bool):
             raise OptionError(f"verify={self.verify!r}: expected True or False")
         if self.reader == "mmap":
-            if self.kernels == "interleaved":
-                raise OptionError("reader='mmap' computes in the file's own pages, which hold plain rows; use kernels='plain' or another reader")
             if self.direct is True:
                 raise OptionError("reader='mmap' goes through the page cache by its nature; leave out direct=True or use another reader")
             if self.cache != "auto":

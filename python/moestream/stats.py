@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 
 __all__ = ["ExpertStats"]
 
-_COUNTERS = ("tokens", "hits", "misses", "bytes_read", "read_s", "wait_s", "compute_s", "convert_s")
+_COUNTERS = ("tokens", "hits", "misses", "reads", "bytes_read", "read_s", "wait_s", "compute_s", "convert_s")
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,8 @@ class ExpertStats:
     """Experts found in memory, counted once per layer and batch."""
     misses: int
     """Experts that had to be read."""
+    reads: int
+    """Asked of the disk: one an expert in a laid file, three in most stock ones; 0 with ``reader="mmap"``."""
     bytes_read: int
     """Read from the disk for experts, padding included."""
     read_s: float

@@ -98,6 +98,7 @@ def run(*, json: bool, layers: bool, **options: Any) -> int:
     print_columns(_files(description), right=[1], indent=2)
     print()
     print(shape(description))
+    print(_layout(description))
     if layers:
         print()
         print_columns(_every_layer(description.moe_layers), right=[0, 1, -2, -1])
@@ -138,6 +139,15 @@ def shape(description: ModelDescription) -> str:
     return f"{description.layers} layers, {which} with experts: {counts} in each, {used} used for a token"
 
 
+def _layout(description: ModelDescription) -> str:
+    """How an expert's bytes lie on the disk, in a sentence."""
+    if not description.laid:
+        matrices = max(len(layer.matrices) for layer in description.moe_layers)
+        return f"stock layout: a missing expert is {matrices} reads; moestream convert makes it one"
+    forms = dict.fromkeys(matrix.form for layer in description.moe_layers for matrix in layer.matrices)
+    return f"laid: a missing expert is one read; rows are {', '.join(forms)}"
+
+
 def layer_ranges(layers: Sequence[int]) -> str:
     """Layer numbers in short: [0, 1, 2, 5, 6, 9] is "0-2, 5-6, 9"."""
     ranges = []
@@ -169,9 +179,10 @@ def _name_in_layer(matrix: ExpertMatrix) -> str:
 
 def _matrices(matrices: Sequence[ExpertMatrix]) -> Iterator[tuple[str, ...]]:
     for matrix in matrices:
-        yield matrix.name, matrix.type, f"{matrix.columns} x {matrix.rows}", format_size(matrix.slice_bytes)
+        form = matrix.form if matrix.form != "plain" else ""
+        yield matrix.name, matrix.type, f"{matrix.columns} x {matrix.rows}", format_size(matrix.slice_bytes), form
     if len(matrices) > 1:
-        yield "together", "", "", format_size(sum(matrix.slice_bytes for matrix in matrices))
+        yield "together", "", "", format_size(sum(matrix.slice_bytes for matrix in matrices)), ""
 
 
 def _every_layer(moe_layers: Sequence[MoeLayer]) -> Iterator[tuple[str, ...]]:
