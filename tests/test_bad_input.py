@@ -16,7 +16,16 @@ import native
 from factory import lora, make
 from isolation import isolated
 from logits import CONTEXT
-from moestream import CacheTooSmallError, ExpertStreaming, Llama, ModelError, MoestreamError, OptionError, describe
+from moestream import (
+    CacheTooSmallError,
+    ExpertStreaming,
+    Llama,
+    ModelError,
+    MoestreamError,
+    OptionError,
+    convert,
+    describe,
+)
 
 
 @pytest.fixture(scope="module")
@@ -291,9 +300,12 @@ def describe_damaged(path: Path, header_bytes: int, seeds: range, folder: Path) 
     return wrong
 
 
-@pytest.mark.parametrize("architecture", ["qwen3moe", "gpt-oss"])
-def test_a_damaged_header_is_an_error_and_never_a_crash(architecture: str, folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("architecture", "is_laid"), [("qwen3moe", False), ("gpt-oss", False), ("qwen3moe", True)])
+def test_a_damaged_header_is_an_error_and_never_a_crash(architecture: str, is_laid: bool, folder: Path, tmp_path: Path) -> None:
     path = make(folder, architecture)
+    if is_laid:
+        (tmp_path / "laid").mkdir()
+        path = convert(path, tmp_path / "laid" / "laid.gguf", progress=False).paths[0]
     with native.opened(path) as source:
         header_bytes = source.files[0].data_offset
     try:
@@ -357,10 +369,6 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ),
     *(({"direct": direct}, f"direct={direct!r}: expected True, False or 'auto'") for direct in ("yes", 1, 0, None)),
     *(({"verify": verify}, f"verify={verify!r}: expected True or False") for verify in ("auto", 1, None)),
-    (
-        {"reader": "mmap", "kernels": "interleaved"},
-        "reader='mmap' computes in the file's own pages, which hold plain rows; use kernels='plain' or another reader",
-    ),
     (
         {"reader": "mmap", "direct": True},
         "reader='mmap' goes through the page cache by its nature; leave out direct=True or use another reader",

@@ -1,4 +1,4 @@
-"""Streamed logits are stock's, to the last bit: any architecture, kernels, reader, cache and split."""
+"""Streamed logits are stock's, to the last bit: any architecture, kernels, reader, cache, split and layout."""
 
 from __future__ import annotations
 
@@ -31,6 +31,14 @@ def compare(path: Path, shards: Path | None) -> list[str]:
         (path, ExpertStreaming(kernels="interleaved", reader="pread", cache=smallest, direct=False)),
         (path, ExpertStreaming(kernels="auto", reader="auto", verify=True)),
     ]
+    for target in ("native", "plain", "arm-dotprod"):
+        laid = path.with_name(f"{target}.gguf")
+        moestream.convert(path, laid, target=target, progress=False)
+        one_token = moestream.describe(laid).minimum_cache_bytes
+        cases += [
+            (laid, ExpertStreaming(kernels="plain", reader="pread", cache=one_token, verify=True)),
+            (laid, ExpertStreaming(kernels="interleaved", reader="uring", cache=one_token)),
+        ]
     if shards:
         cases += [(shards, ExpertStreaming(kernels="plain", reader="uring", cache=smallest)), (shards, ExpertStreaming(kernels="plain", reader="mmap"))]
     expected = {interleaved: stock(path, interleaved=interleaved) for interleaved in (False, True)}

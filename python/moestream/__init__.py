@@ -5,7 +5,17 @@ from importlib.metadata import version
 from . import _native, memory  # noqa: F401  the ABI is verified here, before anything is built on it
 from ._capture import record_routing
 from ._locality import LayerRouting, LruHitRate, RoutingStatistics, routing_statistics
-from .errors import CacheTooSmallError, ExpertReadError, ModelError, MoestreamError, OptionError, TraceError
+from .errors import (
+    CacheTooSmallError,
+    ConverterError,
+    ExpertReadError,
+    ModelError,
+    MoestreamError,
+    OptionError,
+    OutputError,
+    TraceError,
+)
+from .layout import Conversion, ConversionPlan, ExportResult, VerifyReport, convert, export, verify
 from .llama import Llama
 from .model import ExpertMatrix, ModelDescription, ModelFile, MoeLayer, describe
 from .models import demo_model
@@ -17,10 +27,14 @@ __version__ = version("moestream")
 
 __all__ = [
     "CacheTooSmallError",
+    "ConverterError",
+    "Conversion",
+    "ConversionPlan",
     "ExpertMatrix",
     "ExpertReadError",
     "ExpertStats",
     "ExpertStreaming",
+    "ExportResult",
     "LayerRouting",
     "Llama",
     "LruHitRate",
@@ -30,12 +44,17 @@ __all__ = [
     "MoeLayer",
     "MoestreamError",
     "OptionError",
+    "OutputError",
     "RoutingStatistics",
     "RoutingTrace",
     "TraceError",
+    "VerifyReport",
     "__version__",
+    "convert",
     "demo_model",
     "describe",
+    "export",
     "record_routing",
     "routing_statistics",
+    "verify",
 ]

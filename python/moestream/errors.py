@@ -4,7 +4,9 @@
     ├── OptionError (ValueError)      an option is unknown, malformed or impossible here
     │   └── CacheTooSmallError        an expert cache under one token's experts
     ├── ModelError (ValueError)       a file that is no model, or a damaged or unsuitable one
+    ├── OutputError (OSError)         a file cannot be written: it exists, or the disk is full
     ├── TraceError (ValueError)       a file that is no routing trace, or a damaged one
+    ├── ConverterError (RuntimeError) llama.cpp's converter is not there, or failed
     └── ExpertReadError (OSError)     experts could not be read while computing
 
 Every message names the file, tensor, offset or option, and the remedy.
@@ -12,7 +14,16 @@ Every message names the file, tensor, offset or option, and the remedy.
 
 from __future__ import annotations
 
-__all__ = ["MoestreamError", "OptionError", "CacheTooSmallError", "ModelError", "TraceError", "ExpertReadError"]
+__all__ = [
+    "MoestreamError",
+    "OptionError",
+    "CacheTooSmallError",
+    "ModelError",
+    "OutputError",
+    "TraceError",
+    "ConverterError",
+    "ExpertReadError",
+]
 
 
 class MoestreamError(Exception):
@@ -31,8 +42,16 @@ class ModelError(MoestreamError, ValueError):
     """A file that is not a model moestream can stream."""
 
 
+class OutputError(MoestreamError, OSError):
+    """A file that cannot be written: it exists already, its folder does not, or the disk is full."""
+
+
 class TraceError(MoestreamError, ValueError):
     """A file that is not a routing trace this version reads, or arrays that make none."""
+
+
+class ConverterError(MoestreamError, RuntimeError):
+    """llama.cpp's converter of Hugging Face models cannot be run, or failed on one."""
 
 
 class ExpertReadError(MoestreamError, OSError):

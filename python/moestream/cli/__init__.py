@@ -20,13 +20,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from ..errors import MoestreamError
-from . import demo, generate, inspect, trace
+from . import convert, demo, export, generate, inspect, trace, verify
 from ._logging import log_to_stderr
 from ._output import versions
 
 __all__ = ["main"]
 
-_COMMANDS = {"demo": demo, "generate": generate, "inspect": inspect, "trace": trace}
+_COMMANDS = {
+    "convert": convert,
+    "demo": demo,
+    "export": export,
+    "generate": generate,
+    "inspect": inspect,
+    "trace": trace,
+    "verify": verify,
+}
 _LOG_LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
 _LLAMA_CPP_LOG_LEVELS = (logging.CRITICAL, logging.CRITICAL, logging.INFO, logging.DEBUG)
 

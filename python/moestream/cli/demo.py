@@ -182,6 +182,8 @@ def demo(
     )
     if streamed.finish_reason in _CUT or should_stop():
         return Comparison(setting, streamed, None, "interrupted before the model in memory wrote the same")
+    if description.laid:
+        return Comparison(setting, streamed, None, "a laid file can only be streamed; moestream export makes a stock one of it")
     available = memory.available_bytes()
     if description.bytes_on_disk > available * (1 - MARGIN):
         wanted = format_size(description.bytes_on_disk)
