@@ -10,6 +10,7 @@ import contextlib
 import gzip
 import json
 import math
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -96,6 +97,32 @@ def perplexity(bench: Bench) -> Iterator[Figure]:
             yield Figure(f"perplexity_over_bigram[{kind}]", quantised / math.exp(bench.counting["bigram"]), below=0.5)
 
 
+def neuron_major(bench: Bench) -> Iterator[Figure]:
+    """What storing the down matrices transposed costs: quantised along the output, of the same weights."""
+    if bench.quick:
+        return
+    windows = bench.some_windows(bench.windows)
+    with tempfile.TemporaryDirectory(dir=bench.work) as folder:
+        found = {}
+        for name, transposed in (("plain", False), ("neuron_major", True)):
+            note(f"perplexity of smallthinker, {name}")
+            file = Path(folder) / f"{name}.gguf"
+            moestream.convert(
+                bench.made("smallthinker-F16.gguf"),
+                file,
+                "Q4_0",
+                neuron_major=transposed,
+                target="plain",
+                progress=False,
+            )
+            options = {"n_ctx": CONTEXT, "n_batch": CONTEXT, "n_ubatch": CONTEXT, "logits_all": True, "verbose": False}
+            with contextlib.closing(moestream.Llama(str(file), expert_streaming=True, **options)) as llm:
+                found[name] = agreement.perplexity(llm, windows)
+    for name, perplexity in found.items():
+        yield Figure(f"perplexity_{name}[smallthinker]", perplexity)
+    yield Figure("neuron_major_over_plain[smallthinker]", found["neuron_major"] / found["plain"], at_most=1.01)
+
+
 def counting(bench: Bench) -> Iterator[Figure]:
     if not bench.quick:
         for name, nats in bench.counting.items():
@@ -153,6 +180,7 @@ def against_pytorch(bench: Bench) -> Iterator[Figure]:
 FIGURES: dict[str, Callable[[Bench], Iterator[Figure]]] = {
     "size": size,
     "perplexity": perplexity,
+    "neuron_major": neuron_major,
     "counting": counting,
     "routing": routing,
     "against_pytorch": against_pytorch,

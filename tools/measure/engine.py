@@ -9,10 +9,6 @@ from __future__ import annotations
 
 import re
 import statistics
-import subprocess
-import sys
-import tempfile
-import xml.etree.ElementTree
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -30,6 +26,7 @@ from .arms import Arm, Feed, Session, random_prompt, zipf_stream
 from .cgroup import LimitedGroup
 from .disk import FioJob, block_device_of, drop_caches, loop_device, seconds_to_read_cold
 from .figure import Figure, MeasurementError, note
+from .promises import outcomes
 from .subject import Subject, made
 
 __all__ = ["FIGURES", "Bench", "open_bench"]
@@ -38,7 +35,6 @@ T = TypeVar("T")
 
 GIB = 1 << 30
 MIB = 1 << 20
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -358,42 +354,15 @@ def bit_identity(bench: Bench) -> Iterator[Figure]:
     An architecture counts when each of its tests passes. One whose tests are all skipped (llama.cpp cannot build it from random
     weights) is named on standard error with the test's reason, and is in neither number.
     """
-    test = ROOT / "tests/test_bit_identity.py"
-    with tempfile.NamedTemporaryFile(suffix=".xml") as file:
-        wanted = ["-k", " or ".join(bench.effort.architectures)] if bench.effort.architectures else []
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-p",
-            "no:cacheprovider",
-            f"--junit-xml={file.name}",
-            str(test),
-            *wanted,
-        ]
-        answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        try:
-            cases = list(xml.etree.ElementTree.parse(file.name).iter("testcase"))
-        except xml.etree.ElementTree.ParseError as error:
-            raise MeasurementError(
-                f"pytest {test} ended with {answer.returncode}: {(answer.stdout + answer.stderr)[-600:]}"
-            ) from error
-    tests_passed, tests_run = 0, 0
+    ran = outcomes("tests/test_bit_identity.py", wanted=" or ".join(bench.effort.architectures) or None)
     architectures: dict[str, bool] = {}
-    for case in cases:
-        outcome = next((child.tag for child in case if child.tag in ("failure", "error", "skipped")), "passed")
-        if outcome != "passed":
-            note(f"{case.get('name')}: {outcome}: {case.find(outcome).get('message', '')[:300]}")
-        if outcome == "skipped":
-            continue
-        tests_run += 1
-        tests_passed += outcome == "passed"
-        if (architecture := _architecture_of(case.get("name", ""))) is not None:
-            architectures[architecture] = architectures.get(architecture, True) and outcome == "passed"
+    for test in ran:
+        if (architecture := _architecture_of(test.name)) is not None:
+            architectures[architecture] = architectures.get(architecture, True) and test.passed
     if not architectures:
-        raise MeasurementError(f"pytest {test} tried no architecture: {(answer.stdout + answer.stderr)[-600:]}")
+        raise MeasurementError("tests/test_bit_identity.py tried no architecture")
     yield Figure("bit_identity", sum(architectures.values()), f"/{len(architectures)}", at_least=len(architectures))
-    yield Figure("bit_identity.tests", tests_passed, f"/{tests_run}", at_least=tests_run)
+    yield Figure("bit_identity.tests", sum(test.passed for test in ran), f"/{len(ran)}", at_least=len(ran))
 
 
 def _architecture_of(test_name: str) -> str | None:
