@@ -51,6 +51,7 @@ class Effort:
     pass_s: float
     cold: tuple[ColdModel, ...]
     cold_limits: tuple[float | None, ...]  # GB/s
+    cold_rounds: int
     cold_s: float
     architectures: tuple[str, ...]
 
@@ -68,6 +69,7 @@ FULL = Effort(
     pass_s=60,
     cold=(_cold("0.1MB", 512, 128, 16, 128), _cold("0.5MB", 1024, 320, 12, 128), _cold("2.6MB", 2048, 768, 6, 96)),
     cold_limits=(0.25, 0.5, 1.0, None),
+    cold_rounds=2,
     cold_s=4,
     architectures=(),
 )
@@ -79,6 +81,7 @@ QUICK = Effort(
     pass_s=1.5,
     cold=(_cold("0.1MB", 512, 128, 4, 64),),
     cold_limits=(0.25, None),
+    cold_rounds=1,
     cold_s=1,
     architectures=("qwen3moe",),
 )
@@ -241,7 +244,7 @@ def cold_over_stock(bench: Bench) -> Iterator[Figure]:
                 speed = f"{limit}GB/s" if limit else "unthrottled"
                 note(f"experts of {model.name}, {speed}")
                 rates: dict[Path, list[float]] = {stock: [], laid: []}
-                for turn in range(2 * bench.effort.rounds):
+                for turn in range(bench.effort.cold_rounds):
                     for path in (stock, laid) if turn % 2 == 0 else (laid, stock):
                         rates[path].append(_cold_rate(path, limit, vocabulary, turn, bench.effort.cold_s))
                 ours, theirs = statistics.median(rates[laid]), statistics.median(rates[stock])
