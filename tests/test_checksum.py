@@ -8,21 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from laid_reader import crc32c as definition
 from moestream.layout.interleaving import crc32c
 from native import ffi, lib
 
 STRETCH = 2048  # three of these are summed at a time
 CHECKED_SIZES = [*range(40), 255, 4096, 3 * STRETCH - 1, 3 * STRETCH, 3 * STRETCH + 9, 6 * STRETCH + 7, 100_001]
-
-
-def definition(data: bytes) -> int:
-    """CRC-32C bit by bit: polynomial 0x1EDC6F41, reflected, all ones before and after."""
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc ^= byte
-        for _ in range(8):
-            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
-    return crc ^ 0xFFFFFFFF
 
 
 def portable(data: bytes | memoryview, crc: int = 0) -> int:

@@ -20,10 +20,10 @@ from pathlib import Path
 
 import moestream
 
-from .arms import Arm, Feed, Session, random_prompt, zipf_stream
+from . import engine
+from .arms import Arm, Feed, Session, random_prompt
 from .cgroup import LimitedGroup
 from .disk import block_device_of, drop_caches, scratch_folder
-from .engine import bit_identity
 from .figure import Figure, MeasurementError, note
 from .promises import outcomes
 from .subject import Subject, made
@@ -87,26 +87,8 @@ QUICK = Effort(
 )
 
 
-class Bench:
+class Bench(engine.Bench):
     """What the figures share: the stock model and the files laid of it, each made when it is first asked for."""
-
-    def __init__(self, stack: ExitStack, model: Path | None, effort: Effort, keep: bool) -> None:
-        self._stack = stack
-        self._model = model
-        self._keep = keep
-        self.effort = effort
-
-    @cached_property
-    def path(self) -> Path:
-        if self._model is not None:
-            return self._model.resolve()
-        return self._stack.enter_context(
-            made(list(self.effort.shape), needed_bytes=self.effort.made_bytes, keep=self._keep)
-        )
-
-    @cached_property
-    def vocabulary(self) -> int:
-        return Subject(self.path).vocabulary
 
     @cached_property
     def folder(self) -> Path:
@@ -188,12 +170,12 @@ def interleaved_over_plain(bench: Bench) -> Iterator[Figure]:
         "plain": Arm(bench.plain, "streamed", cache=_whole(bench.plain), kernels="plain"),
     }
     rates: dict[str, list[float]] = {name: [] for name in arms}
-    stream = zipf_stream(tokens=bench.effort.tokens, vocabulary=bench.vocabulary)
+    stream = bench.stream(bench.effort.tokens)
     for turn in range(bench.effort.rounds):
         for name in arms if turn % 2 == 0 else reversed(arms):
             note(f"{name}, all experts cached, round {turn + 1} of {bench.effort.rounds}")
             with Session(arms[name]) as session:
-                session.feed(random_prompt(tokens=128, vocabulary=bench.vocabulary), at_once=True)
+                session.feed(bench.prompt(128), at_once=True)
                 first = session.feed(stream, seconds=bench.effort.pass_s)
                 rates[name].append(session.feed(stream[: len(first.token_s)]).tokens_per_s)
     medians = {name: statistics.median(found) for name, found in rates.items()}
@@ -206,7 +188,7 @@ def arrival(bench: Bench) -> Iterator[Figure]:
     """A miss: reads, CPU time on what arrived, and the time of a first prompt, with interleaved kernels out of three kinds of file."""
     files = {"stock": bench.path, "plain": bench.plain, "interleaved": bench.interleaved}
     found: dict[str, list[tuple[float, Feed]]] = {name: [] for name in files}
-    prompt = random_prompt(tokens=64, vocabulary=bench.vocabulary)
+    prompt = bench.prompt(64)
     for turn in range(bench.effort.rounds):
         for name in files if turn % 2 == 0 else reversed(files):
             drop_caches(files[name])
@@ -299,7 +281,7 @@ FIGURES: dict[str, Callable[[Bench], Iterator[Figure]]] = {
         interleaved_over_plain,
         arrival,
         cold_over_stock,
-        bit_identity,
+        engine.bit_identity,
         export_identity,
         families,
     )
