@@ -31,9 +31,10 @@ def compare(path: Path, shards: Path | None) -> list[str]:
         (path, ExpertStreaming(kernels="interleaved", reader="pread", cache=smallest, direct=False)),
         (path, ExpertStreaming(kernels="auto", reader="auto", verify=True)),
     ]
+    kept = next((type for type in model.types if type in ("F16", "F32")), None)  # which convert would quantise
     for target in ("native", "plain", "arm-dotprod"):
         laid = path.with_name(f"{target}.gguf")
-        moestream.convert(path, laid, target=target, progress=False)
+        moestream.convert(path, laid, kept, target=target, progress=False)
         one_token = moestream.describe(laid).minimum_cache_bytes
         cases += [
             (laid, ExpertStreaming(kernels="plain", reader="pread", cache=one_token, verify=True)),
