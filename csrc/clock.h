@@ -11,4 +11,11 @@ static inline int64_t ms_now_ns(void) {
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
+/* Processor time of this thread: what runs elsewhere, and waiting, does not count. */
+static inline int64_t ms_thread_cpu_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
 #endif

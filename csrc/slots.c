@@ -280,9 +280,9 @@ static void convert_one(struct slots *pool, uint8_t *scratch) {
         if (!pool->arrivals) pool->last_arrival = &pool->arrivals;
     }
     pthread_mutex_unlock(&pool->mutex);
-    int64_t begin = ms_now_ns();
+    int64_t begin = ms_thread_cpu_ns();
     int status = convert(pool, slot, read, scratch);
-    int64_t spent = ms_now_ns() - begin;
+    int64_t spent = ms_thread_cpu_ns() - begin;
     pthread_mutex_lock(&pool->mutex);
     pool->counters.convert_ns += spent;
     read_is_ready(pool, slot, read, status);
