@@ -1,4 +1,4 @@
-/* clock.h - one monotonic clock for every counter, in nanoseconds. */
+/* clock.h - time in nanoseconds: one monotonic clock, and the processor time of a thread. */
 #ifndef MS_CLOCK_H
 #define MS_CLOCK_H
 
