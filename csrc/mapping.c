@@ -39,10 +39,10 @@ struct range {
     size_t bytes;
 };
 
-static struct range pages_of(const struct mapping *mapping, const struct ms_matrix *matrix, int expert) {
-    uint8_t *begin = mapping->files[matrix->file] + matrix->offset + (uint64_t)expert * matrix->stride_bytes;
+static struct range pages_of(const struct mapping *mapping, struct ms_extent extent) {
+    uint8_t *begin = mapping->files[extent.file] + extent.offset;
     uint8_t *aligned = (uint8_t *)((uintptr_t)begin / mapping->page * mapping->page);
-    return (struct range){aligned, (size_t)(begin - aligned) + matrix->slice_bytes};
+    return (struct range){aligned, (size_t)(begin - aligned) + extent.bytes};
 }
 
 static size_t absent_bytes(const struct mapping *mapping, struct range range, unsigned char *resident) {
@@ -55,10 +55,10 @@ static size_t absent_bytes(const struct mapping *mapping, struct range range, un
 static int mapping_capacity(struct ms_store *store, int layer) { return ((struct mapping *)store)->source->layers[layer].n_experts; }
 
 /* -ENODATA: the file ends before this expert does. -EIO: the disk does not give it. */
-static int populate(const struct mapping *mapping, const struct ms_matrix *matrix, int expert) {
-    uint64_t end = matrix->offset + (uint64_t)expert * matrix->stride_bytes + matrix->slice_bytes;
-    struct range range = pages_of(mapping, matrix, expert);
-    int fd = mapping->source->files[matrix->file].fd;
+static int populate(const struct mapping *mapping, struct ms_extent extent) {
+    uint64_t end = extent.offset + extent.bytes;
+    struct range range = pages_of(mapping, extent);
+    int fd = mapping->source->files[extent.file].fd;
     struct stat st;
     if (fstat(fd, &st) == 0 && (uint64_t)st.st_size < end) return -ENODATA;
     while (madvise(range.begin, range.bytes, MADV_POPULATE_READ) < 0) {
@@ -73,23 +73,13 @@ static int populate(const struct mapping *mapping, const struct ms_matrix *matri
     return 0;
 }
 
-/* What was populated: a record ends in padding that may still have to be read. */
-static int verify(const struct mapping *mapping, const struct ms_layer *layer, const int32_t *experts, int n, char *err, size_t errlen) {
-    for (int index = 0; index < ms_expert_n_reads(layer); index++)
-        for (int i = 0; i < n; i++) {
-            const struct ms_matrix *matrix = &layer->matrices[index];
-            uint64_t offset = layer->record_bytes ? layer->record_offset + (uint64_t)experts[i] * layer->record_bytes : matrix->offset + (uint64_t)experts[i] * matrix->stride_bytes;
-            if (!ms_expert_is_valid(layer, index, experts[i], mapping->files[matrix->file] + offset)) return ms_expert_failure(mapping->source, layer, index, experts[i], -EBADMSG, err, errlen);
-        }
-    return 0;
-}
-
 static int mapping_acquire(struct ms_store *store, int layer, const int32_t *experts, int n, int32_t *indices, char *err, size_t errlen) {
     struct mapping *mapping = (struct mapping *)store;
     const struct ms_layer *l = &mapping->source->layers[layer];
+    int n_reads = ms_expert_n_reads(l);
     size_t largest = 0;
-    for (int m = 0; m < l->n_matrices; m++)
-        if (l->matrices[m].slice_bytes > largest) largest = l->matrices[m].slice_bytes;
+    for (int r = 0; r < n_reads; r++)
+        if (ms_expert_extent(l, r, 0).bytes > largest) largest = ms_expert_extent(l, r, 0).bytes;
     unsigned char *resident = malloc(largest / mapping->page + 2);
     if (!resident) return ms_fail(-ENOMEM, err, errlen, "out of memory");
     int64_t begin = ms_now_ns();
@@ -97,8 +87,8 @@ static int mapping_acquire(struct ms_store *store, int layer, const int32_t *exp
     for (int i = 0; i < n; i++) {
         size_t absent = 0;
         indices[i] = experts[i];
-        for (int m = 0; m < l->n_matrices; m++) {
-            struct range range = pages_of(mapping, &l->matrices[m], experts[i]);
+        for (int r = 0; r < n_reads; r++) {
+            struct range range = pages_of(mapping, ms_expert_extent(l, r, experts[i]));
             size_t missing = absent_bytes(mapping, range, resident);
             if (missing) madvise(range.begin, range.bytes, MADV_WILLNEED);
             absent += missing;
@@ -108,14 +98,13 @@ static int mapping_acquire(struct ms_store *store, int layer, const int32_t *exp
     }
     free(resident);
     int rc = ms_layer_check(mapping->source, layer, err, errlen);
-    for (int m = 0; m < l->n_matrices && rc == 0; m++) {
-        const struct ms_matrix *matrix = &l->matrices[m];
+    for (int r = 0; r < n_reads && rc == 0; r++)
         for (int i = 0; i < n && rc == 0; i++) {
-            rc = populate(mapping, matrix, experts[i]);
-            if (rc < 0) ms_expert_failure(mapping->source, l, l->record_bytes ? 0 : m, experts[i], rc, err, errlen);
+            struct ms_extent extent = ms_expert_extent(l, r, experts[i]);
+            rc = populate(mapping, extent);
+            if (rc == 0 && mapping->verify && !ms_expert_is_valid(l, r, experts[i], mapping->files[extent.file] + extent.offset)) rc = -EBADMSG;
+            if (rc < 0) ms_expert_failure(mapping->source, l, r, experts[i], rc, err, errlen);
         }
-    }
-    if (rc == 0 && mapping->verify) rc = verify(mapping, l, experts, n, err, errlen);
     int64_t spent = ms_now_ns() - begin;
     pthread_mutex_lock(&mapping->mutex);
     mapping->counters.hits += hits;

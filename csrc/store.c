@@ -12,23 +12,16 @@
 
 /* ------------------------------------------------------------ reads */
 
-/* What one read brings: the record, or a matrix. */
-struct extent {
-    int file;
-    uint64_t offset;
-    size_t bytes;
-};
-
-static struct extent extent_of(const struct ms_layer *layer, int index, int expert) {
+struct ms_extent ms_expert_extent(const struct ms_layer *layer, int index, int expert) {
     const struct ms_matrix *matrix = &layer->matrices[index];
-    if (layer->record_bytes) return (struct extent){matrix->file, layer->record_offset + (uint64_t)expert * layer->record_bytes, layer->record_bytes};
-    return (struct extent){matrix->file, matrix->offset + (uint64_t)expert * matrix->stride_bytes, matrix->slice_bytes};
+    if (layer->record_bytes) return (struct ms_extent){matrix->file, layer->record_offset + (uint64_t)expert * layer->record_bytes, layer->record_bytes};
+    return (struct ms_extent){matrix->file, matrix->offset + (uint64_t)expert * matrix->stride_bytes, matrix->slice_bytes};
 }
 
 int ms_expert_n_reads(const struct ms_layer *layer) { return layer->record_bytes ? 1 : layer->n_matrices; }
 
 struct ms_read ms_expert_read(const struct ms_source *source, const struct ms_layer *layer, int index, int expert) {
-    struct extent extent = extent_of(layer, index, expert);
+    struct ms_extent extent = ms_expert_extent(layer, index, expert);
     const struct ms_file *file = &source->files[extent.file];
     uint64_t aligned = extent.offset / source->alignment * source->alignment;
     size_t needed = (size_t)(extent.offset - aligned) + extent.bytes;
@@ -43,7 +36,7 @@ struct ms_read ms_expert_read(const struct ms_source *source, const struct ms_la
 int ms_neuron_major_type(const struct ms_matrix *matrix) { return matrix->form == MS_FORM_NEURON_MAJOR ? matrix->type : -1; }
 
 int ms_expert_failure(const struct ms_source *source, const struct ms_layer *layer, int index, int expert, int status, char *err, size_t errlen) {
-    struct extent extent = extent_of(layer, index, expert);
+    struct ms_extent extent = ms_expert_extent(layer, index, expert);
     const char *path = source->files[extent.file].path;
     char what[MS_TENSOR_NAME_BYTES];
     if (layer->record_bytes) snprintf(what, sizeof what, "moestream.blk.%d.experts", layer->block);

@@ -82,8 +82,17 @@ int ms_mapping_open(struct ms_source *source, const struct ms_interleaving *inte
 
 /* For the stores and who reads like them. */
 
+/* What one read brings: a record, or a matrix. */
+struct ms_extent {
+    int file;
+    uint64_t offset;
+    size_t bytes;
+};
+
 /* How many reads bring an expert of this layer: one of its record in a laid file, one a matrix in a stock one. */
 int ms_expert_n_reads(const struct ms_layer *layer);
+/* Where what read number `index` of an expert brings is. */
+struct ms_extent ms_expert_extent(const struct ms_layer *layer, int index, int expert);
 /* The read number `index` of an expert, aligned as the source wants; the caller
  * adds destination and done. In a stock file it is of matrix `index`, whose
  * bytes are the last slice_bytes of needed_bytes. */
