@@ -314,7 +314,7 @@ def test_shards(stock: Path, tmp_path: Path) -> None:
     for number, names in enumerate(keys[1:], 1):
         assert names == ["general.alignment", "split.no", "split.count", "split.tensors.count"]
         assert open_gguf(paths[number]).integer("split.no", 0) == number
-    names = [tensor.name for tensor in open_shards(paths[0]).tensors]
+    names = [tensor.name for tensor in open_shards(open_gguf(paths[0])).tensors]
     assert len(set(names)) == len(names) == open_gguf(paths[0]).integer("split.tensors.count", 0)
     assert all(path.stat().st_size <= 330_000 for path in paths)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from ..errors import ModelError, OptionError, OutputError
 from . import ggml
 from .format import NEURON_MAJOR
-from .gguf_file import GgufFile, open_stock
+from .gguf_file import Model
 from .lay import LayPlan, NeuronMajor, check_relaid, lay, plan_lay, resolve_target
 from .quantise import TYPES, Quantisation, file_type, quantise
 from .source import ExpertTensor, Source, open_source
@@ -270,6 +270,11 @@ class _Work:
             check_relaid(self.laid)
         self.plan = self._plan(expected)
 
+    @property
+    def stock(self) -> Model:
+        """The files that are quantised."""
+        return self._source.model
+
     def quantised(self, path: Path) -> Source:
         """The source after it was quantised into `path`."""
         return open_source(path)
@@ -471,8 +476,8 @@ class _Temporaries:
     def quantised(self, stock: Path, work: _Work) -> Path:
         """The stock model `stock`, quantised."""
         path = part_path(self.options.out.with_name(self.options.out.name + ".stock"))
-        source = open_stock(stock)
-        key = plan_hash(self.options.deciding(), work.type, source.sha256, [_identity(file) for file in source.files])
+        source = work.stock
+        key = plan_hash(self.options.deciding(), work.type, source.sha256, [file.identity for file in source.files])
 
         def make() -> None:
             work.quantise_into(path, stock)
@@ -512,7 +517,3 @@ def _noted(note: Path) -> str | None:
         return str(json.loads(note.read_text())["plan"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def _identity(file: GgufFile) -> tuple[str, int, int]:
-    return str(file.path.absolute()), file.size_bytes, file.mtime_ns

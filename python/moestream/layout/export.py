@@ -88,7 +88,7 @@ def export(
             [piece for place in places for piece in _pieces(source, place, inputs, len(header))],
             lambda _: [header],
             source=source.model,
-            plan=plan_hash(header, [(f.path.absolute(), f.size_bytes, f.mtime_ns) for f in source.model.files]),
+            plan=plan_hash(header, [file.identity for file in source.model.files]),
             what="exporting",
             resume=resume,
             force=force,

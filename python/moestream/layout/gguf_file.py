@@ -91,6 +91,11 @@ class GgufFile:
     tensors: tuple[Tensor, ...]
     data_offset: int
 
+    @property
+    def identity(self) -> tuple[str, int, int]:
+        """What a file that was written from this one may be continued by: path, size, time of the last change."""
+        return str(self.path.absolute()), self.size_bytes, self.mtime_ns
+
     def key(self, name: str) -> Key | None:
         return next((key for key in self.keys if key.name == name), None)
 
@@ -323,20 +328,23 @@ def _tensors(
     return tuple(tensors.values())
 
 
-def open_stock(path: str | os.PathLike[str]) -> Model:
+def open_stock(path: str | os.PathLike[str], first: GgufFile | None = None) -> Model:
     """Opens a stock model, all shards of it.
+
+    Args:
+        first: Its first file, if that is open already.
 
     Raises:
         ModelError: What `moestream.describe` says, or what `open_gguf` does.
     """
     described = describe(path)
-    files = tuple(open_gguf(file.path, file=index) for index, file in enumerate(described.files))
-    return Model(Path(path), files)
+    others = (open_gguf(file.path, file=index) for index, file in enumerate(described.files[1:], 1))
+    return Model(Path(path), (first or open_gguf(path), *others))
 
 
-def open_shards(path: str | os.PathLike[str]) -> Model:
-    """Opens a GGUF with the other shards that it says it has, without a word of ggml on it."""
-    first = open_gguf(path)
+def open_shards(first: GgufFile) -> Model:
+    """A GGUF with the other shards that it says it has, without a word of ggml on it."""
+    path = first.path
     count = first.integer("split.count", 1)
     if count <= 1:
         return Model(first.path, (first,))

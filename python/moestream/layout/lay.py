@@ -24,7 +24,7 @@ from .format import (
     lay_out,
     table_pairs,
 )
-from .gguf_file import ALIGNMENT, I32, U16, U32, Model, header_bytes, padded, pair
+from .gguf_file import ALIGNMENT, I32, U16, U32, header_bytes, padded, pair
 from .interleaving import TARGETS, Interleaving, native_target
 from .source import ExpertTensor, Source, checked, checked_dense
 from .stream import Inputs, Piece, RowPart, Rows, chunks
@@ -261,17 +261,13 @@ def lay(
             list(_pieces(plan, inputs, check_tensors)),
             headers,
             source=source.model,
-            plan=plan_hash(plan.headers, _identity(source.model), check_tensors, options),
+            plan=plan_hash(plan.headers, [file.identity for file in source.model.files], check_tensors, options),
             what="laying",
             resume=resume,
             force=force,
             progress=progress,
         )
     return LayResult(plan.paths, plan.size_bytes, plan.tables.n_records, time.monotonic() - began)
-
-
-def _identity(model: Model) -> list[tuple[str, int, int]]:
-    return [(str(file.path.absolute()), file.size_bytes, file.mtime_ns) for file in model.files]
 
 
 def _pieces(plan: LayPlan, inputs: Inputs, check_tensors: bool) -> Iterator[Piece]:

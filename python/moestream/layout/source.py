@@ -17,6 +17,7 @@ from .gguf_file import (
     SPLIT_KEYS,
     STRING,
     U32,
+    GgufFile,
     Model,
     Tensor,
     open_gguf,
@@ -134,14 +135,15 @@ def open_source(path: Path) -> Source:
     Raises:
         ModelError: It is neither, or a damaged one.
     """
-    return _laid(open_shards(path)) if _is_laid(path) else _stock(open_stock(path))
+    first = _header(path)
+    return _laid(open_shards(first)) if first is not None and is_laid(first) else _stock(open_stock(path, first))
 
 
-def _is_laid(path: Path) -> bool:
+def _header(path: Path) -> GgufFile | None:
     try:
-        return is_laid(open_gguf(path))
+        return open_gguf(path)
     except ModelError:
-        return False  # ggml's reader says why
+        return None  # ggml's reader says why
 
 
 def _stock(model: Model) -> Source:
