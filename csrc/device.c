@@ -121,6 +121,8 @@ static bool buft_is_host(ggml_backend_buffer_type_t buft) {
 
 /* ------------------------------------------------------------ which operations */
 
+#define MOST_OPERATIONS 80 /* behind each other on what products give: one an expert chosen, and a few */
+
 static bool is_ours(const struct ggml_tensor *tensor) {
     ggml_backend_buffer_t buffer = tensor && tensor->view_src ? tensor->view_src->buffer : tensor ? tensor->buffer : NULL;
     return buffer && buffer->iface.get_base == buffer_base;
@@ -130,10 +132,10 @@ static const struct ms_expert_tensor *expert_tensor(const struct ggml_tensor *we
     return is_ours(weight) && ((struct memory *)weight->buffer->context)->reserved ? weight->extra : NULL;
 }
 
-/* An activation between our products: a product, or row by row made of one.
- * Taking these too lets up, gate, GLU and down arrive as one split. */
+/* What comes of our products: row by row made of them, weighted, added up.
+ * Taking these too lets a whole block arrive as one split. */
 static bool is_expert_activation(const struct ggml_tensor *tensor, int depth) {
-    if (!tensor || depth > 8) return false;
+    if (!tensor || depth > MOST_OPERATIONS) return false;
     if (tensor->view_src) return is_expert_activation(tensor->view_src, depth + 1);
     switch (tensor->op) {
         case GGML_OP_MUL_MAT_ID: return is_ours(tensor->src[0]);
@@ -141,7 +143,10 @@ static bool is_expert_activation(const struct ggml_tensor *tensor, int depth) {
         case GGML_OP_UNARY:
         case GGML_OP_CLAMP:
         case GGML_OP_SQR:
+        case GGML_OP_SCALE:
+        case GGML_OP_MUL: /* of two, or by the routing weights */
         case GGML_OP_ADD_ID: return is_expert_activation(tensor->src[0], depth + 1);
+        case GGML_OP_ADD: return is_expert_activation(tensor->src[1], depth + 1) && is_expert_activation(tensor->src[0], depth + 1); /* the sum over choices */
         default: return false;
     }
 }
@@ -188,25 +193,17 @@ static int first_wanted_layer(const struct ms_engine *engine) {
 static enum ggml_status backend_graph_compute(ggml_backend_t backend, struct ggml_cgraph *graph) {
     struct ms_experts *experts = backend->context;
     struct ms_engine *engine = engine_of_graph(graph);
-    int64_t compute_ns = 0;
-    uint64_t tokens = 0;
+    struct ms_experts_counters counters = {0};
     char err[MS_MESSAGE_BYTES] = "";
-    enum ggml_status status;
-    if (!engine) return ms_experts_compute(experts, NULL, NULL, graph, 0, &compute_ns, &tokens, err, sizeof err);
+    enum ggml_status status = GGML_STATUS_FAILED;
+    if (!engine) return ms_experts_compute(experts, NULL, graph, &counters, NULL, err, sizeof err);
     if (!engine->store) {
-        status = GGML_STATUS_FAILED;
         ms_fail(0, err, sizeof err, "%s: decoded before its expert cache was given memory (ms_engine_start)", engine->source->files[0].path);
     } else {
-        status = ms_experts_compute(experts, engine->store, engine->source, graph, first_wanted_layer(engine), &compute_ns, &tokens, err, sizeof err);
+        struct ms_experts_model model = {.source = engine->source, .store = engine->store, .products = engine->products, .first_layer = first_wanted_layer(engine)};
+        status = ms_experts_compute(experts, &model, graph, &counters, engine->zeros, err, sizeof err);
     }
-    pthread_mutex_lock(&engine->mutex);
-    engine->compute_ns += compute_ns;
-    engine->tokens += tokens;
-    if (err[0]) {
-        engine->error_code = -EIO;
-        memcpy(engine->error, err, sizeof err);
-    }
-    pthread_mutex_unlock(&engine->mutex);
+    ms_engine_add(engine, &counters, err);
     return status;
 }
 

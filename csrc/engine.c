@@ -121,13 +121,15 @@ int ms_engine_open(const char *path, const ms_engine_options *options, ms_engine
     if (!engine) return ms_fail(-ENOMEM, err, errlen, "out of memory");
     pthread_mutex_init(&engine->mutex, NULL);
     engine->verify = options->verify;
+    engine->compute = options->compute;
     int rc = ms_source_open(path, &engine->source, err, errlen);
     if (rc < 0) goto fail;
     struct ms_source *source = engine->source;
     if (options->experts_used > 0) source->n_experts_used = options->experts_used;
     engine->wanted = calloc((size_t)source->n_layers, sizeof(bool));
     engine->tensors = calloc((size_t)source->n_layers, sizeof *engine->tensors);
-    if (!engine->wanted || !engine->tensors) {
+    engine->zeros = calloc((size_t)source->n_layers, sizeof *engine->zeros);
+    if (!engine->wanted || !engine->tensors || !engine->zeros) {
         rc = ms_fail(-ENOMEM, err, errlen, "out of memory for %d layers", source->n_layers);
         goto fail;
     }
@@ -153,11 +155,13 @@ void ms_engine_close(ms_engine *engine) {
     if (!engine) return;
     if (engine->reader) engine->reader->close(engine->reader); /* reads in flight end before their slots go */
     if (engine->store) engine->store->close(engine->store);
+    ms_products_close(engine->products);
     ms_interleaving_close(engine->interleaving);
     ms_source_close(engine->source);
     pthread_mutex_destroy(&engine->mutex);
     free(engine->wanted);
     free(engine->tensors);
+    free(engine->zeros);
     free(engine);
 }
 
@@ -191,9 +195,11 @@ int ms_engine_load_end(ms_engine *engine, FILE *stream, char *err, size_t errlen
 
 int ms_engine_start(ms_engine *engine, uint64_t budget_bytes, char *err, size_t errlen) {
     if (engine->store) return ms_fail(-EALREADY, err, errlen, "the engine is started already");
-    if (!engine->reader) return ms_mapping_open(engine->source, engine->interleaving, engine->verify, &engine->store, err, errlen);
     struct ms_slots_options options = {.budget_bytes = budget_bytes, .verify = engine->verify, .wanted = engine->wanted};
-    return ms_slots_open(engine->source, engine->reader, engine->interleaving, options, &engine->store, err, errlen);
+    int rc = engine->reader ? ms_slots_open(engine->source, engine->reader, engine->interleaving, options, &engine->store, err, errlen)
+                            : ms_mapping_open(engine->source, engine->interleaving, engine->verify, &engine->store, err, errlen);
+    if (rc < 0 || engine->compute == MS_COMPUTE_GGML) return rc;
+    return ms_products_open(engine->source, engine->wanted, engine->store, engine->compute == MS_COMPUTE_FAST, &engine->products, err, errlen);
 }
 
 /* ------------------------------------------------------------ what happened */
@@ -213,10 +219,33 @@ ms_stats ms_engine_stats(ms_engine *engine) {
             if (computes_interleaved(engine, &engine->source->layers[l].matrices[m])) stats.matrices_interleaved++;
             else stats.matrices_plain++;
     pthread_mutex_lock(&engine->mutex);
-    stats.tokens = engine->tokens;
-    stats.compute_ns = engine->compute_ns;
+    stats.tokens = engine->counters.tokens;
+    stats.compute_ns = engine->counters.compute_ns;
+    stats.wait_ns += engine->counters.wait_ns;
+    stats.fused_blocks = engine->counters.fused_blocks;
+    stats.ggml_blocks = engine->counters.ggml_blocks;
     pthread_mutex_unlock(&engine->mutex);
     return stats;
+}
+
+double ms_engine_zeros(ms_engine *engine, int layer) {
+    uint64_t of = __atomic_load_n(&engine->zeros[layer].of, __ATOMIC_RELAXED), zeros = __atomic_load_n(&engine->zeros[layer].zeros, __ATOMIC_RELAXED);
+    return of ? (double)zeros / (double)of : -1;
+}
+
+void ms_engine_add(struct ms_engine *engine, const struct ms_experts_counters *counters, const char *err) {
+    struct ms_experts_counters *sum = &engine->counters;
+    pthread_mutex_lock(&engine->mutex);
+    sum->tokens += counters->tokens;
+    sum->compute_ns += counters->compute_ns;
+    sum->wait_ns += counters->wait_ns;
+    sum->fused_blocks += counters->fused_blocks;
+    sum->ggml_blocks += counters->ggml_blocks;
+    if (err[0]) {
+        engine->error_code = -EIO;
+        ms_fail(0, engine->error, sizeof engine->error, "%s", err);
+    }
+    pthread_mutex_unlock(&engine->mutex);
 }
 
 int ms_engine_take_error(ms_engine *engine, char *err, size_t errlen) {

@@ -18,6 +18,8 @@ struct ms_engine {
     struct ms_interleaving *interleaving; /* NULL: plain rows */
     struct ms_reader *reader;             /* NULL: the mmap store */
     struct ms_store *store;               /* NULL until started */
+    int compute;                          /* enum ms_compute */
+    struct ms_products *products;         /* NULL until started, or if ggml is to compute every node */
     bool verify;
     char notes[2 * MS_MESSAGE_BYTES];
     /* llama.cpp merges buffer types of one name, so each engine's is its own */
@@ -30,11 +32,14 @@ struct ms_engine {
     char load_error[MS_MESSAGE_BYTES];
     /* what computation leaves, under the mutex */
     pthread_mutex_t mutex;
-    int64_t compute_ns;
-    uint64_t tokens;
+    struct ms_experts_counters counters;
+    struct ms_experts_zeros *zeros; /* per layer */
     int error_code;
     char error[MS_MESSAGE_BYTES];
 };
+
+/* Adds what a computation counted, and keeps its error if there is one. */
+void ms_engine_add(struct ms_engine *engine, const struct ms_experts_counters *counters, const char *err);
 
 void ms_engine_note(struct ms_engine *engine, const char *format, ...) __attribute__((format(printf, 2, 3)));
 

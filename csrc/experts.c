@@ -18,7 +18,9 @@
 
 struct ms_experts {
     ggml_backend_t cpu;
+    int n_threads;
     ms_expert_lookup lookup;
+    struct ms_block *block;
     /* scratch, grown as needed */
     int32_t *wanted, *indices, *index_of;
     int expert_capacity;
@@ -48,15 +50,18 @@ struct ms_experts *ms_experts_new(ms_expert_lookup lookup) {
     if (!experts) return NULL;
     experts->lookup = lookup;
     experts->cpu = ggml_backend_cpu_init();
+    experts->n_threads = GGML_DEFAULT_N_THREADS;
+    experts->block = ms_block_new();
     experts->graph_memory_bytes = ggml_tensor_overhead() * 8 + ggml_graph_overhead_custom(16, false);
     experts->graph_memory = malloc(experts->graph_memory_bytes);
-    if (experts->cpu && experts->graph_memory && make_neuron_major(experts)) return experts;
+    if (experts->cpu && experts->block && experts->graph_memory && make_neuron_major(experts)) return experts;
     ms_experts_free(experts);
     return NULL;
 }
 
 void ms_experts_free(struct ms_experts *experts) {
     if (!experts) return;
+    ms_block_free(experts->block);
     if (experts->cpu) ggml_backend_free(experts->cpu);
     free(experts->wanted);
     free(experts->indices);
@@ -67,7 +72,10 @@ void ms_experts_free(struct ms_experts *experts) {
     free(experts);
 }
 
-void ms_experts_set_threads(struct ms_experts *experts, int n_threads) { ggml_backend_cpu_set_n_threads(experts->cpu, n_threads); }
+void ms_experts_set_threads(struct ms_experts *experts, int n_threads) {
+    experts->n_threads = n_threads;
+    ggml_backend_cpu_set_n_threads(experts->cpu, n_threads);
+}
 
 void ms_experts_set_abort(struct ms_experts *experts, ggml_abort_callback callback, void *data) {
     ggml_backend_cpu_set_abort_callback(experts->cpu, callback, data);
@@ -389,27 +397,20 @@ static bool uses_matrix(const struct ms_experts *experts, struct ggml_cgraph *gr
     return false;
 }
 
-static enum ggml_status compute_run(struct ms_experts *experts, struct ms_store *store, const struct ms_source *source, struct ggml_cgraph *graph,
-                                    int begin, int end, const struct ms_expert_tensor *tensor, int64_t *compute_ns, char *err, size_t errlen) {
-    const struct ms_layer *layer = &source->layers[tensor->layer];
+/* The nodes of a run one by one or a few together, with the products lent their experts. */
+static enum ggml_status compute_run_lent(struct ms_experts *experts, const struct ms_experts_model *model, struct ggml_cgraph *graph, int begin, int end, int l, int n,
+                                         struct ms_experts_counters *counters, char *err, size_t errlen) {
+    const struct ms_layer *layer = &model->source->layers[l];
     const struct ggml_tensor *ids = ggml_graph_node(graph, begin)->src[2];
-    if (!grow_for_layer(experts, layer->n_experts)) {
-        ms_fail(0, err, errlen, "out of memory for %d experts", layer->n_experts);
-        return GGML_STATUS_ALLOC_FAILED;
-    }
-    int n = distinct_experts(experts, ids, layer->n_experts);
-    if (n < 0) {
-        ms_fail(0, err, errlen, "block %d: the router chose an expert that does not exist (of %d); the model's metadata and tensors disagree", layer->block, layer->n_experts);
-        return GGML_STATUS_FAILED;
-    }
-    if (n == 0) return compute_nodes(experts, graph, begin, end, compute_ns);
-    if (n <= store->capacity(store, tensor->layer)) {
-        if (store->acquire(store, tensor->layer, experts->wanted, n, experts->indices, err, errlen) < 0) return GGML_STATUS_FAILED;
+    struct ms_store *store = model->store;
+    int64_t *compute_ns = &counters->compute_ns;
+    if (n <= store->capacity(store, l)) {
+        if (store->acquire(store, l, experts->wanted, n, experts->indices, err, errlen) < 0) return GGML_STATUS_FAILED;
         struct span span = span_of(experts->indices, n);
         enum ggml_status status = GGML_STATUS_SUCCESS;
-        bool fits = span.n <= layer->n_experts || table_bytes(store, tensor->layer, layer->n_matrices, (size_t)span.n, ids) <= WORK_BYTES;
-        if (fits) status = compute_at_once(experts, store, graph, begin, end, tensor->layer, ids, span, compute_ns, err, errlen);
-        store->release(store, tensor->layer, experts->indices, n);
+        bool fits = span.n <= layer->n_experts || table_bytes(store, l, layer->n_matrices, (size_t)span.n, ids) <= WORK_BYTES;
+        if (fits) status = compute_at_once(experts, store, graph, begin, end, l, ids, span, compute_ns, err, errlen);
+        store->release(store, l, experts->indices, n);
         if (fits) return status;
     }
     for (int i = begin; i < end; i++) {
@@ -422,21 +423,64 @@ static enum ggml_status compute_run(struct ms_experts *experts, struct ms_store 
     return GGML_STATUS_SUCCESS;
 }
 
-enum ggml_status ms_experts_compute(struct ms_experts *experts, struct ms_store *store, const struct ms_source *source,
-                                    struct ggml_cgraph *graph, int first_layer, int64_t *compute_ns, uint64_t *tokens, char *err, size_t errlen) {
+/* Is the run a block with a row kernel for every matrix? */
+static bool is_block(const struct ms_experts *experts, const struct ms_experts_model *model, struct ggml_cgraph *graph, int begin, int end, struct ms_block_nodes *nodes) {
+    if (!model->products || !ms_block_recognise(graph, begin, end, experts->lookup, nodes)) return false;
+    for (int i = 0; i < nodes->n_first; i++)
+        if (!ms_product_of(model->products, nodes->layer, nodes->first_matrix[i])) return false;
+    return ms_product_of(model->products, nodes->layer, nodes->down_matrix) != NULL;
+}
+
+static enum ggml_status compute_block(struct ms_experts *experts, const struct ms_experts_model *model, struct ggml_cgraph *graph, int end, const struct ms_block_nodes *nodes, int n,
+                                      struct ms_experts_counters *counters, struct ms_experts_zeros *zeros, char *err, size_t errlen) {
+    struct ms_block_result result;
+    int64_t begin = ms_now_ns();
+    enum ggml_status status = ms_block_compute(experts->block, experts->cpu, experts->n_threads, model->source, model->store, model->products, nodes, experts->wanted, n, &result, err, errlen);
+    if (status != GGML_STATUS_SUCCESS) return status;
+    counters->compute_ns += ms_now_ns() - begin - result.wait_ns;
+    counters->wait_ns += result.wait_ns;
+    __atomic_fetch_add(&zeros[nodes->layer].zeros, result.zeros, __ATOMIC_RELAXED);
+    __atomic_fetch_add(&zeros[nodes->layer].of, result.activations, __ATOMIC_RELAXED);
+    return nodes->end < end ? compute_nodes(experts, graph, nodes->end, end, &counters->compute_ns) : status;
+}
+
+static enum ggml_status compute_run(struct ms_experts *experts, const struct ms_experts_model *model, struct ggml_cgraph *graph, int begin, int end, int l,
+                                    struct ms_experts_counters *counters, struct ms_experts_zeros *zeros, char *err, size_t errlen) {
+    const struct ms_layer *layer = &model->source->layers[l];
+    if (!grow_for_layer(experts, layer->n_experts)) {
+        ms_fail(0, err, errlen, "out of memory for %d experts", layer->n_experts);
+        return GGML_STATUS_ALLOC_FAILED;
+    }
+    int n = distinct_experts(experts, ggml_graph_node(graph, begin)->src[2], layer->n_experts);
+    if (n < 0) {
+        ms_fail(0, err, errlen, "block %d: the router chose an expert that does not exist (of %d); the model's metadata and tensors disagree", layer->block, layer->n_experts);
+        return GGML_STATUS_FAILED;
+    }
+    if (n == 0) return compute_nodes(experts, graph, begin, end, &counters->compute_ns);
+    struct ms_block_nodes nodes;
+    if (is_block(experts, model, graph, begin, end, &nodes)) {
+        counters->fused_blocks++;
+        return compute_block(experts, model, graph, end, &nodes, n, counters, zeros, err, errlen);
+    }
+    counters->ggml_blocks++;
+    return compute_run_lent(experts, model, graph, begin, end, l, n, counters, err, errlen);
+}
+
+enum ggml_status ms_experts_compute(struct ms_experts *experts, const struct ms_experts_model *model, struct ggml_cgraph *graph, struct ms_experts_counters *counters,
+                                    struct ms_experts_zeros *zeros, char *err, size_t errlen) {
     int n_nodes = ggml_graph_n_nodes(graph);
     for (int begin = 0; begin < n_nodes;) {
         struct ggml_tensor *node = ggml_graph_node(graph, begin);
-        const struct ms_expert_tensor *tensor = expert_product(experts, node);
+        const struct ms_expert_tensor *tensor = model ? expert_product(experts, node) : NULL;
         int end = begin + 1;
         enum ggml_status status;
         if (tensor) {
             end = run_end(experts, graph, begin, tensor);
-            if (tensor->layer == first_layer && uses_matrix(experts, graph, begin, end, 0)) *tokens += (uint64_t)node->src[2]->ne[1];
-            status = compute_run(experts, store, source, graph, begin, end, tensor, compute_ns, err, errlen);
+            if (tensor->layer == model->first_layer && uses_matrix(experts, graph, begin, end, 0)) counters->tokens += (uint64_t)node->src[2]->ne[1];
+            status = compute_run(experts, model, graph, begin, end, tensor->layer, counters, zeros, err, errlen);
         } else {
-            while (end < n_nodes && !expert_product(experts, ggml_graph_node(graph, end))) end++;
-            status = compute_nodes(experts, graph, begin, end, compute_ns);
+            while (end < n_nodes && !(model && expert_product(experts, ggml_graph_node(graph, end)))) end++;
+            status = compute_nodes(experts, graph, begin, end, &counters->compute_ns);
         }
         if (status != GGML_STATUS_SUCCESS) return status;
         begin = end;

@@ -1,12 +1,14 @@
 /* experts.h - the MoE block: products with experts that are not all in memory.
  *
  * llama.cpp's graph multiplies by a whole expert tensor (GGML_OP_MUL_MAT_ID).
- * Here each such node is lent, for the time of its computation, a view of the
- * store in place of that tensor and indices into the view in place of expert
- * numbers. ggml's own kernels then compute it, so the bits are stock's.
+ * A run of nodes on one layer that is a whole MoE block is computed as one
+ * (block.h). Otherwise, or where the engine wants it so, each product is lent,
+ * for the time of its computation, a view of the store in place of that tensor
+ * and indices into the view in place of expert numbers. ggml's own kernels
+ * then compute it, so the bits are stock's.
  *
- * A run of nodes on one layer (up, gate, GLU, down) is acquired once and
- * computed as one graph. When the layer wants more experts than the store can
+ * A lent run of nodes (up, gate, GLU, down) is acquired once and computed as
+ * one graph. When the layer wants more experts than the store can
  * hold at once, or the kernels' work area would grow past a bound, each
  * product is worked in rounds: the rows of some experts are gathered,
  * multiplied and scattered. A round holds all rows of its experts, because
@@ -18,8 +20,10 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "block.h"
 #include "ggml-backend.h"
 #include "ggml.h"
+#include "product.h"
 #include "source.h"
 #include "store.h"
 
@@ -29,9 +33,6 @@ struct ms_expert_tensor {
     int layer, matrix;
 };
 
-/* Answers for a tensor of the graph which expert tensor it is, or NULL. */
-typedef const struct ms_expert_tensor *(*ms_expert_lookup)(const struct ggml_tensor *weight);
-
 /* One context's computation: a private CPU backend and scratch memory. */
 struct ms_experts;
 struct ms_experts *ms_experts_new(ms_expert_lookup lookup); /* NULL: out of memory */
@@ -39,10 +40,30 @@ void ms_experts_free(struct ms_experts *experts);
 void ms_experts_set_threads(struct ms_experts *experts, int n_threads);
 void ms_experts_set_abort(struct ms_experts *experts, ggml_abort_callback callback, void *data);
 
-/* Computes a graph (or split) whose expert products are all of one engine's
- * store. GGML_STATUS_FAILED leaves the sentence in err. Counts into *compute_ns
- * and into *tokens (tokens that passed the engine's first layer). */
-enum ggml_status ms_experts_compute(struct ms_experts *experts, struct ms_store *store, const struct ms_source *source,
-                                    struct ggml_cgraph *graph, int first_layer, int64_t *compute_ns, uint64_t *tokens, char *err, size_t errlen);
+/* What a graph is computed with: all of one engine. */
+struct ms_experts_model {
+    const struct ms_source *source;
+    struct ms_store *store;
+    const struct ms_products *products; /* NULL: every node by ggml */
+    int first_layer; /* of the loaded model: where tokens are counted */
+};
+
+/* What computations did; added to. Times in nanoseconds. */
+struct ms_experts_counters {
+    uint64_t tokens; /* that passed the first layer */
+    int64_t compute_ns;
+    int64_t wait_ns; /* without anything to compute; besides what the store counts */
+    uint64_t fused_blocks, ggml_blocks; /* layers computed as one, or node by node */
+};
+
+/* Of one layer, where the activation gives zeros; atomic. */
+struct ms_experts_zeros {
+    uint64_t zeros, of;
+};
+
+/* Computes a graph (or split); model is NULL if it has no expert product. zeros: one a layer of the source.
+ * GGML_STATUS_FAILED leaves the sentence in err. */
+enum ggml_status ms_experts_compute(struct ms_experts *experts, const struct ms_experts_model *model, struct ggml_cgraph *graph, struct ms_experts_counters *counters,
+                                    struct ms_experts_zeros *zeros, char *err, size_t errlen);
 
 #endif

@@ -8,6 +8,7 @@
  */
 #include <errno.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -123,6 +124,51 @@ static void mapping_release(struct ms_store *store, int layer, const int32_t *in
     (void)n;
 }
 
+/* Here nothing is ever on its way: what begin was asked for is there when it returns. */
+static int mapping_begin(struct ms_store *store, int layer, const int32_t *experts, int n, bool all, int32_t *indices, char *err, size_t errlen) {
+    (void)all;
+    int first = 0;
+    while (first < n && indices[first] >= 0) first++;
+    int rc = mapping_acquire(store, layer, experts + first, n - first, indices + first, err, errlen);
+    return rc < 0 ? rc : n - first;
+}
+
+static int mapping_presence(struct ms_store *store, int layer, int32_t index) {
+    (void)store;
+    (void)layer;
+    (void)index;
+    return 1;
+}
+
+static int mapping_failure(struct ms_store *store, int layer, int32_t index, char *err, size_t errlen) {
+    struct mapping *mapping = (struct mapping *)store;
+    return ms_expert_failure(mapping->source, &mapping->source->layers[layer], 0, index, -EIO, err, errlen);
+}
+
+static uint64_t mapping_events(struct ms_store *store) {
+    (void)store;
+    return 0;
+}
+
+static void mapping_wait(struct ms_store *store, uint64_t seen) {
+    (void)store;
+    (void)seen;
+    sched_yield();
+}
+
+/* The kernel's page cache takes no advice of this kind. */
+static void mapping_cool(struct ms_store *store, int layer, const int32_t *indices, int n) { mapping_release(store, layer, indices, n); }
+
+static void mapping_prefetch(struct ms_store *store, int layer, const int32_t *experts, int n) {
+    struct mapping *mapping = (struct mapping *)store;
+    const struct ms_layer *l = &mapping->source->layers[layer];
+    for (int i = 0; i < n; i++)
+        for (int r = 0; r < ms_expert_n_reads(l); r++) {
+            struct range range = pages_of(mapping, ms_expert_extent(l, r, experts[i]));
+            madvise(range.begin, range.bytes, MADV_WILLNEED);
+        }
+}
+
 static struct ms_view mapping_view(struct ms_store *store, int layer, int matrix) {
     struct mapping *mapping = (struct mapping *)store;
     const struct ms_matrix *m = &mapping->source->layers[layer].matrices[matrix];
@@ -163,6 +209,8 @@ int ms_mapping_open(struct ms_source *source, const struct ms_interleaving *inte
     struct mapping *mapping = calloc(1, sizeof *mapping);
     if (!mapping) return ms_fail(-ENOMEM, err, errlen, "out of memory");
     mapping->base = (struct ms_store){.capacity = mapping_capacity, .acquire = mapping_acquire, .release = mapping_release,
+                                      .begin = mapping_begin, .presence = mapping_presence, .failure = mapping_failure, .events = mapping_events, .wait = mapping_wait,
+                                      .cool = mapping_cool, .prefetch = mapping_prefetch, .fair_share = mapping_capacity,
                                       .view = mapping_view, .counters = mapping_counters, .close = mapping_close};
     mapping->source = source;
     mapping->interleaving = interleaving;

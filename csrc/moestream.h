@@ -92,10 +92,12 @@ const char *ms_describe_file(const ms_source *source, int file, uint64_t *size_b
 /* ---------------------------------------------------------------- engine */
 
 enum ms_kernels { MS_KERNELS_AUTO = 0, MS_KERNELS_PLAIN = 1, MS_KERNELS_INTERLEAVED = 2 };
+enum ms_compute { MS_COMPUTE_EXACT = 0, MS_COMPUTE_FAST = 1, MS_COMPUTE_GGML = 2 };
 enum ms_direct { MS_DIRECT_AUTO = 0, MS_DIRECT_YES = 1, MS_DIRECT_NO = 2 };
 
 typedef struct ms_engine_options {
     int kernels;        /* enum ms_kernels */
+    int compute;        /* enum ms_compute */
     int direct;         /* enum ms_direct */
     const char *reader; /* "auto", "uring", "pread", "mmap" */
     bool verify;        /* check the weights of every expert that arrives */
@@ -117,6 +119,8 @@ typedef struct ms_stats {
     uint64_t slot_bytes;
     uint64_t cache_bytes;          /* of all slots */
     uint64_t expert_resident_bytes; /* of the slots used */
+    uint64_t fused_blocks;          /* layers computed as one operation, one count a layer and batch */
+    uint64_t ggml_blocks;           /* layers computed node by node */
     int matrices_plain;             /* expert tensors computed with plain rows */
     int matrices_interleaved;
 } ms_stats;
@@ -143,6 +147,8 @@ int ms_engine_load_end(ms_engine *engine, FILE *stream, char *err, size_t errlen
 int ms_engine_start(ms_engine *engine, uint64_t budget_bytes, char *err, size_t errlen);
 
 ms_stats ms_engine_stats(ms_engine *engine);
+/* The share of zeros behind the activation of a layer; -1 where it gives none, or before the first token. */
+double ms_engine_zeros(ms_engine *engine, int layer);
 
 /* Why the last computation failed: its -errno and the sentence, once; 0 if it did not fail here. */
 int ms_engine_take_error(ms_engine *engine, char *err, size_t errlen);

@@ -17,14 +17,24 @@ static void unlink_slot(struct lru *lru, int slot) {
     lru->next[slot] = lru->previous[slot] = slot;
 }
 
+static void link_behind(struct lru *lru, int slot, int before) {
+    int after = lru->next[before];
+    lru->next[slot] = after;
+    lru->previous[slot] = before;
+    lru->previous[after] = slot;
+    lru->next[before] = slot;
+}
+
 static void lru_used(struct ms_policy *policy, int slot) {
     struct lru *lru = (struct lru *)policy;
     unlink_slot(lru, slot);
-    int first = lru->next[lru->sentinel];
-    lru->next[slot] = first;
-    lru->previous[slot] = lru->sentinel;
-    lru->previous[first] = slot;
-    lru->next[lru->sentinel] = slot;
+    link_behind(lru, slot, lru->sentinel);
+}
+
+static void lru_cooled(struct ms_policy *policy, int slot) {
+    struct lru *lru = (struct lru *)policy;
+    unlink_slot(lru, slot);
+    link_behind(lru, slot, lru->previous[lru->sentinel]);
 }
 
 static void lru_emptied(struct ms_policy *policy, int slot) { unlink_slot((struct lru *)policy, slot); }
@@ -46,7 +56,7 @@ static void lru_free(struct ms_policy *policy) {
 struct ms_policy *ms_policy_lru(int n_slots) {
     struct lru *lru = calloc(1, sizeof *lru);
     if (!lru) return NULL;
-    lru->base = (struct ms_policy){.filled = lru_used, .used = lru_used, .emptied = lru_emptied, .victim = lru_victim, .free = lru_free};
+    lru->base = (struct ms_policy){.filled = lru_used, .used = lru_used, .cooled = lru_cooled, .emptied = lru_emptied, .victim = lru_victim, .free = lru_free};
     lru->sentinel = n_slots;
     lru->next = malloc(sizeof(int) * (size_t)(n_slots + 1));
     lru->previous = malloc(sizeof(int) * (size_t)(n_slots + 1));

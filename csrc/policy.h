@@ -13,6 +13,7 @@
 struct ms_policy {
     void (*filled)(struct ms_policy *policy, int slot);
     void (*used)(struct ms_policy *policy, int slot);
+    void (*cooled)(struct ms_policy *policy, int slot); /* will be missed less than any other */
     void (*emptied)(struct ms_policy *policy, int slot);
     /* The best slot for which `may` says yes, or -1 if it says yes to none. */
     int (*victim)(struct ms_policy *policy, bool (*may)(void *context, int slot), void *context);

@@ -41,6 +41,7 @@ struct slot {
     int layer, expert;
     enum state state;
     int pins;
+    bool ahead;  /* asked for before it was wanted, and not wanted yet: a miss when it is */
     int pending; /* reads whose bytes are not ready yet */
     int status;  /* of the first that failed */
     int bad_read;
@@ -91,7 +92,8 @@ struct slots {
     struct layer_slots *layers;
     size_t scratch_bytes;
     pthread_mutex_t mutex;
-    pthread_cond_t changed; /* for acquire: a slot became ready, failed or idle, or something arrived */
+    pthread_cond_t changed; /* for who waits: a slot became ready, failed or idle, or something arrived */
+    uint64_t events;        /* how often that happened; written under the mutex */
     pthread_cond_t arrived; /* for the converter, which need not wake for anything else */
     struct slot *arrivals, **last_arrival;
     bool closing;
@@ -158,6 +160,11 @@ static void share_budget(struct slots *pool, uint64_t budget_bytes) {
 
 /* ------------------------------------------------------------ slot states (mutex held) */
 
+static void tell(struct slots *pool) {
+    __atomic_store_n(&pool->events, pool->events + 1, __ATOMIC_RELEASE);
+    pthread_cond_broadcast(&pool->changed);
+}
+
 static struct class *class_of(struct slots *pool, const struct slot *slot) { return pool->layers[slot->layer].class; }
 
 static bool is_idle(const struct slot *slot) { return slot->pins == 0 && slot->state != LOADING; }
@@ -212,6 +219,7 @@ static struct slot *take_slot(struct slots *pool, int layer, int expert) {
     slot->expert = expert;
     slot->state = LOADING;
     slot->pins = 1;
+    slot->ahead = false;
     slot->status = 0;
     slot->n_arrived = 0;
     ls->slot_of[expert] = s;
@@ -226,12 +234,12 @@ static void read_is_ready(struct slots *pool, struct slot *slot, int read, int s
         slot->bad_read = read;
     }
     if (--slot->pending > 0) return;
-    slot->state = slot->status < 0 ? FAILED : READY;
+    __atomic_store_n(&slot->state, slot->status < 0 ? FAILED : READY, __ATOMIC_RELEASE); /* presence looks without the mutex */
     if (slot->pins == 0) {
         if (slot->state == FAILED) forget(pool, class, slot);
         class->n_idle++;
     }
-    pthread_cond_broadcast(&pool->changed);
+    tell(pool);
 }
 
 /* ------------------------------------------------------------ arrival */
@@ -302,7 +310,7 @@ static void read_done(struct ms_read *read, int status) {
         }
         slot->arrived[slot->n_arrived++] = index;
         pthread_cond_signal(&pool->arrived);
-        pthread_cond_broadcast(&pool->changed);
+        tell(pool);
     } else {
         read_is_ready(pool, slot, index, status);
     }
@@ -345,7 +353,7 @@ static int slots_capacity(struct ms_store *store, int layer) { return ((struct s
 static void release_locked(struct slots *pool, int layer, const int32_t *indices, int n) {
     struct class *class = pool->layers[layer].class;
     for (int i = 0; i < n; i++) unpin(pool, class, &class->slots[indices[i]]);
-    pthread_cond_broadcast(&pool->changed);
+    tell(pool);
 }
 
 static void slots_release(struct ms_store *store, int layer, const int32_t *indices, int n) {
@@ -370,69 +378,145 @@ static void wait_for_room(struct slots *pool, struct layer_slots *ls, const int3
     }
 }
 
+/* One arrival is converted if there is one and nobody else has the scratch; else the thread sleeps. Mutex held on entry and exit. */
+static void wait_or_convert(struct slots *pool) {
+    uint8_t *scratch = pool->waiter_scratch;
+    if (!pool->arrivals || !scratch) {
+        pthread_cond_wait(&pool->changed, &pool->mutex);
+        return;
+    }
+    pool->waiter_scratch = NULL;
+    convert_one(pool, scratch);
+    pool->waiter_scratch = scratch;
+}
+
 static bool all_there(const struct class *class, const int32_t *indices, int n) {
     for (int i = 0; i < n; i++)
         if (class->slots[indices[i]].state == LOADING) return false;
     return true;
 }
 
-static void wait_until_there(struct slots *pool, const struct class *class, const int32_t *indices, int n) {
-    while (!all_there(class, indices, n)) {
-        uint8_t *scratch = pool->waiter_scratch;
-        if (pool->arrivals && scratch) {
-            pool->waiter_scratch = NULL;
-            convert_one(pool, scratch);
-            pool->waiter_scratch = scratch;
-        } else {
-            pthread_cond_wait(&pool->changed, &pool->mutex);
-        }
+/* Submits with the mutex let go, for a reader may call read_done at once. */
+static void submit(struct slots *pool, struct ms_read *reads) {
+    if (!reads) return;
+    pthread_mutex_unlock(&pool->mutex);
+    pool->reader->submit(pool->reader, reads);
+    pthread_mutex_lock(&pool->mutex);
+}
+
+/* Mutex held on entry and exit. */
+static int begin_locked(struct slots *pool, int layer, const int32_t *experts, int n, bool all, int32_t *indices, char *err, size_t errlen) {
+    struct layer_slots *ls = &pool->layers[layer];
+    struct class *class = ls->class;
+    struct ms_read *reads = NULL;
+    int misses = 0, pinned = 0;
+    for (int i = 0; i < n; i++) misses += indices[i] < 0 && ls->slot_of[experts[i]] < 0;
+    int rc = misses ? ms_layer_check(pool->source, layer, err, errlen) : 0;
+    if (rc < 0) return rc;
+    if (all) wait_for_room(pool, ls, experts, n);
+    for (int i = 0; i < n; i++) { /* what is there is pinned before anything is evicted */
+        if (indices[i] >= 0 || ls->slot_of[experts[i]] < 0) continue;
+        indices[i] = ls->slot_of[experts[i]];
+        pin(class, &class->slots[indices[i]]);
+        class->policy->used(class->policy, indices[i]);
+        if (class->slots[indices[i]].ahead) pool->counters.misses++;
+        else pool->counters.hits++;
+        class->slots[indices[i]].ahead = false;
+        pinned++;
     }
+    for (int i = 0; i < n; i++) {
+        if (indices[i] >= 0) continue;
+        struct slot *slot = class->n_idle > 0 ? take_slot(pool, layer, experts[i]) : NULL;
+        if (!slot) break; /* never with `all`: wait_for_room counted */
+        indices[i] = (int32_t)(slot - class->slots);
+        prepare_reads(pool, slot, &reads);
+        pool->counters.misses++;
+        pinned++;
+    }
+    submit(pool, reads);
+    return pinned;
+}
+
+static int slots_begin(struct ms_store *store, int layer, const int32_t *experts, int n, bool all, int32_t *indices, char *err, size_t errlen) {
+    struct slots *pool = (struct slots *)store;
+    pthread_mutex_lock(&pool->mutex);
+    int pinned = begin_locked(pool, layer, experts, n, all, indices, err, errlen);
+    pthread_mutex_unlock(&pool->mutex);
+    return pinned;
+}
+
+static int slots_presence(struct ms_store *store, int layer, int32_t index) {
+    const struct slot *slot = &((struct slots *)store)->layers[layer].class->slots[index];
+    enum state state = __atomic_load_n(&slot->state, __ATOMIC_ACQUIRE);
+    return state == FAILED ? slot->status : state == READY;
+}
+
+static int slots_failure(struct ms_store *store, int layer, int32_t index, char *err, size_t errlen) {
+    struct slots *pool = (struct slots *)store;
+    const struct slot *slot = &pool->layers[layer].class->slots[index];
+    return ms_expert_failure(pool->source, &pool->source->layers[layer], slot->bad_read, slot->expert, slot->status, err, errlen);
+}
+
+static uint64_t slots_events(struct ms_store *store) { return __atomic_load_n(&((struct slots *)store)->events, __ATOMIC_ACQUIRE); }
+
+static void slots_wait(struct ms_store *store, uint64_t seen) {
+    struct slots *pool = (struct slots *)store;
+    pthread_mutex_lock(&pool->mutex);
+    while (pool->events == seen) wait_or_convert(pool);
+    pthread_mutex_unlock(&pool->mutex);
 }
 
 static int slots_acquire(struct ms_store *store, int layer, const int32_t *experts, int n, int32_t *indices, char *err, size_t errlen) {
     struct slots *pool = (struct slots *)store;
-    struct layer_slots *ls = &pool->layers[layer];
-    struct class *class = ls->class;
-    struct ms_read *reads = NULL;
-    int rc = 0, misses = 0;
+    struct class *class = pool->layers[layer].class;
+    for (int i = 0; i < n; i++) indices[i] = -1;
     pthread_mutex_lock(&pool->mutex);
-    for (int i = 0; i < n; i++) misses += ls->slot_of[experts[i]] < 0;
-    if (misses && (rc = ms_layer_check(pool->source, layer, err, errlen)) < 0) {
-        pthread_mutex_unlock(&pool->mutex);
-        return rc;
-    }
     int64_t begin = ms_now_ns();
-    wait_for_room(pool, ls, experts, n);
-    for (int i = 0; i < n; i++) { /* what is there is pinned before anything is evicted */
-        indices[i] = ls->slot_of[experts[i]];
-        if (indices[i] < 0) continue;
-        pin(class, &class->slots[indices[i]]);
-        class->policy->used(class->policy, indices[i]);
-        pool->counters.hits++;
+    int rc = begin_locked(pool, layer, experts, n, true, indices, err, errlen);
+    if (rc >= 0) {
+        bool blocked = !all_there(class, indices, n);
+        while (!all_there(class, indices, n)) wait_or_convert(pool);
+        rc = 0;
+        for (int i = 0; i < n && rc == 0; i++)
+            if (class->slots[indices[i]].state == FAILED) rc = slots_failure(store, layer, indices[i], err, errlen);
+        if (blocked) pool->counters.wait_ns += ms_now_ns() - begin;
+        if (rc < 0) release_locked(pool, layer, indices, n);
     }
-    for (int i = 0; i < n; i++) {
-        if (indices[i] >= 0) continue;
-        struct slot *slot = take_slot(pool, layer, experts[i]);
-        indices[i] = (int32_t)(slot - class->slots); /* never NULL: wait_for_room counted */
-        prepare_reads(pool, slot, &reads);
-        pool->counters.misses++;
-    }
-    if (reads) {
-        pthread_mutex_unlock(&pool->mutex);
-        pool->reader->submit(pool->reader, reads);
-        pthread_mutex_lock(&pool->mutex);
-    }
-    bool blocked = !all_there(class, indices, n);
-    wait_until_there(pool, class, indices, n);
-    for (int i = 0; i < n && rc == 0; i++) {
-        const struct slot *slot = &class->slots[indices[i]];
-        if (slot->state == FAILED)
-            rc = ms_expert_failure(pool->source, &pool->source->layers[layer], slot->bad_read, slot->expert, slot->status, err, errlen);
-    }
-    if (blocked) pool->counters.wait_ns += ms_now_ns() - begin;
-    if (rc < 0) release_locked(pool, layer, indices, n);
     pthread_mutex_unlock(&pool->mutex);
     return rc;
+}
+
+/* ------------------------------------------------------------ advice */
+
+static void slots_cool(struct ms_store *store, int layer, const int32_t *indices, int n) {
+    struct slots *pool = (struct slots *)store;
+    struct class *class = pool->layers[layer].class;
+    pthread_mutex_lock(&pool->mutex);
+    for (int i = 0; i < n; i++) class->policy->cooled(class->policy, indices[i]);
+    pthread_mutex_unlock(&pool->mutex);
+}
+
+static void slots_prefetch(struct ms_store *store, int layer, const int32_t *experts, int n) {
+    struct slots *pool = (struct slots *)store;
+    struct layer_slots *ls = &pool->layers[layer];
+    struct ms_read *reads = NULL;
+    pthread_mutex_lock(&pool->mutex);
+    for (int i = 0; i < n; i++) {
+        if (ls->slot_of[experts[i]] >= 0) continue;
+        struct slot *slot = ls->class->n_idle > 0 ? take_slot(pool, layer, experts[i]) : NULL;
+        if (!slot) break;
+        slot->pins = 0; /* it is loading, and so not given to another */
+        slot->ahead = true;
+        prepare_reads(pool, slot, &reads);
+    }
+    submit(pool, reads);
+    pthread_mutex_unlock(&pool->mutex);
+}
+
+static int slots_fair_share(struct ms_store *store, int layer) {
+    const struct slots *pool = (struct slots *)store;
+    const struct class *class = pool->layers[layer].class;
+    return (int)((uint64_t)class->n_slots * (uint64_t)pool->source->layers[layer].n_experts / class->n_experts);
 }
 
 static struct ms_view slots_view(struct ms_store *store, int layer, int matrix) {
@@ -587,7 +671,8 @@ int ms_slots_open(struct ms_source *source, struct ms_reader *reader, const stru
     struct slots *pool = calloc(1, sizeof *pool);
     if (!pool) return ms_fail(-ENOMEM, err, errlen, "out of memory");
     pool->base = (struct ms_store){.capacity = slots_capacity, .acquire = slots_acquire, .release = slots_release,
-                                   .view = slots_view, .counters = slots_counters, .close = slots_close};
+                                   .begin = slots_begin, .presence = slots_presence, .failure = slots_failure, .events = slots_events, .wait = slots_wait,
+                                   .cool = slots_cool, .prefetch = slots_prefetch, .fair_share = slots_fair_share, .view = slots_view, .counters = slots_counters, .close = slots_close};
     pool->source = source;
     pool->reader = reader;
     pool->verify = options.verify;

@@ -5,8 +5,11 @@
  * addressed by an index that acquire returns; between acquire and release the
  * bytes of these experts stay where they are.
  *
- * acquire may be called from several threads; it blocks until the bytes are
- * there. All or nothing: a call that fails holds nothing.
+ * There are two ways to get at them. acquire pins experts and blocks until all
+ * of their bytes are there; a call that fails holds nothing. begin pins them
+ * and asks for the bytes, so that the caller can compute what is there and
+ * wait for the rest. Any thread may call either. Nobody waits for room while
+ * holding pins, so callers cannot wait for each other in a circle.
  */
 #ifndef MS_STORE_H
 #define MS_STORE_H
@@ -33,7 +36,7 @@ struct ms_store_counters {
     uint64_t reads;
     uint64_t bytes_read; /* from the disk, padding included */
     int64_t read_ns;     /* time with at least one read in flight */
-    int64_t wait_ns;     /* time acquire blocked */
+    int64_t wait_ns;     /* time acquire blocked; not that of wait */
     int64_t convert_ns;  /* CPU time of interleaving, moving and checking what arrived */
     int slots_used, slots_total;
     uint64_t slot_bytes;     /* of the largest class */
@@ -50,6 +53,24 @@ struct ms_store {
      *   -EBADMSG             the bytes are not what was written (only with verify) */
     int (*acquire)(struct ms_store *store, int layer, const int32_t *experts, int n, int32_t *indices, char *err, size_t errlen);
     void (*release)(struct ms_store *store, int layer, const int32_t *indices, int n);
+    /* Pins those of n distinct experts whose indices[i] is -1, asks for the bytes that are not in memory, and writes
+     * their indices. With `all` it waits for room for every one of them; without, it takes what there is room for
+     * now and leaves the others at -1. Returns how many it pinned, or as acquire does. */
+    int (*begin)(struct ms_store *store, int layer, const int32_t *experts, int n, bool all, int32_t *indices, char *err, size_t errlen);
+    /* Of a pinned expert: 1 its bytes are there, 0 they are on their way, < 0 they could not be read (-errno). */
+    int (*presence)(struct ms_store *store, int layer, int32_t index);
+    /* Puts the sentence for an expert that could not be read into err; returns its -errno. */
+    int (*failure)(struct ms_store *store, int layer, int32_t index, char *err, size_t errlen);
+    /* To sleep until something changes: take the count of events, look, and if there is nothing to do wait for
+     * one more. A waiting thread converts what arrives. */
+    uint64_t (*events)(struct ms_store *store);
+    void (*wait)(struct ms_store *store, uint64_t seen);
+    /* These pinned experts will be missed less than others. */
+    void (*cool)(struct ms_store *store, int layer, const int32_t *indices, int n);
+    /* Asks for experts that will be wanted soon, as many as there is room for; pins nothing. */
+    void (*prefetch)(struct ms_store *store, int layer, const int32_t *experts, int n);
+    /* This layer's part of the memory, in experts, if every layer had the same part of its own. */
+    int (*fair_share)(struct ms_store *store, int layer);
     struct ms_view (*view)(struct ms_store *store, int layer, int matrix);
     struct ms_store_counters (*counters)(struct ms_store *store);
     void (*close)(struct ms_store *store); /* no acquire may be outstanding */

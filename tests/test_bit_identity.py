@@ -19,8 +19,16 @@ REQUIRED = (
 ).split()
 
 
-def compare(path: Path, shards: Path | None) -> list[str]:
-    """The configurations whose logits differ from stock's, and what else looks wrong."""
+UNDEFINED_INTERLEAVED = {"grovemoe"}
+"""A token chooses one of its second kind of experts more than once; then stock's interleaved kernels leave rows as the memory was."""
+
+
+def compare(path: Path, shards: Path | None, *, fused: bool = True) -> list[str]:
+    """The configurations whose logits differ from stock's, and what else looks wrong.
+
+    Args:
+        fused: Whether every block must have been computed as one operation.
+    """
     model = moestream.describe(path)
     smallest, half = model.minimum_cache_bytes, model.maximum_cache_bytes // 2
     cases = [
@@ -44,6 +52,8 @@ def compare(path: Path, shards: Path | None) -> list[str]:
         cases += [(shards, ExpertStreaming(kernels="plain", reader="uring", cache=smallest)), (shards, ExpertStreaming(kernels="plain", reader="mmap"))]
     expected = {interleaved: stock(path, interleaved=interleaved) for interleaved in (False, True)}
     wrong = []
+    if model.architecture in UNDEFINED_INTERLEAVED:
+        cases = [case for case in cases if case[1].kernels == "plain"]
     for file, streaming in cases:
         logits, stats = streamed(file, streaming)
         interleaved = streaming.kernels != "plain"
@@ -52,6 +62,8 @@ def compare(path: Path, shards: Path | None) -> list[str]:
             wrong.append(f"{streaming}: differs by up to {difference.max():.3g} in rows {np.unique(np.nonzero(difference)[0]).tolist()}")
         if stats.hits + stats.misses == 0 or stats.tokens != len(logits):
             wrong.append(f"{streaming}: nothing was streamed: {stats}")
+        if fused and (stats.ggml_blocks or not stats.fused_blocks):
+            wrong.append(f"{streaming}: {stats.ggml_blocks} blocks were computed node by node, {stats.fused_blocks} as one")
         if stats.slots_used > stats.slots_total:
             wrong.append(f"{streaming}: {stats.slots_used} slots used of {stats.slots_total}")
     return wrong
@@ -94,4 +106,4 @@ def test_every_kind_of_expert_tensor_streams_bit_for_bit(variant: str, tmp_path:
     architecture, properties = VARIANTS[variant]
     path = make(tmp_path, architecture, **properties)
     shards = make(tmp_path, architecture, split=3, **properties)
-    assert isolated(compare, path, shards) == []
+    assert isolated(compare, path, shards, fused="expert_scales" not in properties) == []

@@ -20,6 +20,7 @@ from .stats import ExpertStats
 __all__ = ["MARGIN", "Engine", "auto_cache_bytes"]
 
 _KERNELS = {"auto": 0, "plain": 1, "interleaved": 2}
+_COMPUTE = {"exact": 0, "fast": 1, "ggml": 2}
 MARGIN = 0.10  # of the memory left, never taken
 
 
@@ -51,6 +52,7 @@ class Engine:
             "ms_engine_options *",
             {
                 "kernels": _KERNELS[options.kernels],
+                "compute": _COMPUTE[options.compute],
                 "direct": 0 if options.direct == "auto" else 1 if options.direct else 2,
                 "reader": reader,
                 "verify": options.verify,
@@ -196,6 +198,9 @@ class Engine:
             wait_s=s.wait_ns / 1e9,
             compute_s=s.compute_ns / 1e9,
             convert_s=s.convert_ns / 1e9,
+            fused_blocks=s.fused_blocks,
+            ggml_blocks=s.ggml_blocks,
+            zeros=tuple(share for layer in range(len(model.moe_layers)) if (share := lib.ms_engine_zeros(self._open, layer)) >= 0),
             slots_used=s.slots_used,
             slots_total=s.slots_total,
             slot_bytes=s.slot_bytes,

@@ -11,6 +11,7 @@ from .memory import parse_size
 __all__ = ["ExpertStreaming"]
 
 Kernels = Literal["auto", "plain", "interleaved"]
+Compute = Literal["exact", "fast", "ggml"]
 Reader = Literal["auto", "uring", "pread", "mmap"]
 
 
@@ -29,6 +30,11 @@ class ExpertStreaming:
             stock llama.cpp without repacking; ``"interleaved"`` like stock with
             it. ``"auto"`` takes interleaved rows for each matrix whose type and
             shape ggml interleaves on this CPU.
+        compute: ``"exact"`` computes a layer's experts as one operation, each as
+            soon as it has been read, to stock's bits. ``"fast"`` also takes
+            matrix kernels whose sums are rounded in another order than stock's,
+            for prompts. ``"ggml"`` waits for all experts of a layer and computes
+            them node by node; what the others do where a model's graph is not understood.
         reader: ``"uring"`` (Linux io_uring), ``"pread"`` (threads, anywhere) or
             ``"mmap"`` (experts computed in place, the page cache is the cache:
             for several processes on one file; with rows as the file has them).
@@ -45,6 +51,7 @@ class ExpertStreaming:
 
     cache: int | str = "auto"
     kernels: Kernels = "auto"
+    compute: Compute = "exact"
     reader: Reader = "auto"
     direct: bool | Literal["auto"] = "auto"
     verify: bool = False
@@ -55,7 +62,7 @@ class ExpertStreaming:
                 parse_size(self.cache)
             except OptionError as error:
                 raise OptionError(f"cache={self.cache!r}: {error}; or 'auto'") from None
-        for name, known in (("kernels", get_args(Kernels)), ("reader", get_args(Reader))):
+        for name, known in (("kernels", get_args(Kernels)), ("compute", get_args(Compute)), ("reader", get_args(Reader))):
             if getattr(self, name) not in known:
                 raise OptionError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(map(repr, known))}")
         if not any(self.direct is value for value in (True, False)) and self.direct != "auto":

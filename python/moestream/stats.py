@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 
 __all__ = ["ExpertStats"]
 
-_COUNTERS = ("tokens", "hits", "misses", "reads", "bytes_read", "read_s", "wait_s", "compute_s", "convert_s")
+_COUNTERS = ("tokens", "hits", "misses", "reads", "bytes_read", "read_s", "wait_s", "compute_s", "convert_s", "fused_blocks", "ggml_blocks")
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,12 @@ class ExpertStats:
     """Expert kernels."""
     convert_s: float
     """CPU time spent on what arrived: interleaving, moving, checking."""
+    fused_blocks: int
+    """Layers whose experts were computed as one operation, counted once per layer and batch."""
+    ggml_blocks: int
+    """Layers computed node by node."""
+    zeros: tuple[float, ...]
+    """Share of zeros behind the activation, a layer each, since the model was loaded; empty where the activation gives none."""
     slots_used: int
     slots_total: int
     slot_bytes: int
@@ -71,4 +77,4 @@ class ExpertStats:
     def as_dict(self) -> dict[str, object]:
         """Everything, derived figures included, ready for JSON."""
         values: dict[str, object] = {field.name: getattr(self, field.name) for field in fields(self)}
-        return values | {"hit_rate": self.hit_rate, "read_bandwidth": self.read_bandwidth, "notes": list(self.notes)}
+        return values | {"hit_rate": self.hit_rate, "read_bandwidth": self.read_bandwidth, "zeros": list(self.zeros), "notes": list(self.notes)}
