@@ -413,8 +413,7 @@ static void multiply_gated(const struct run *run, struct worker *worker, const s
 
 static bool may_skip_rows(const struct run *run) {
     if (run->nodes->gate < 0) return false;
-    const struct ms_product *up = run->first[1 - run->nodes->gate];
-    return up->dot != NULL;
+    return !run->first[1 - run->nodes->gate]->prototype;
 }
 
 static void fail(struct run *run, int entry) {
@@ -560,12 +559,10 @@ static bool multiply_tile(struct worker *worker, const struct ms_product *produc
 
 static void add_neurons(const struct run *run, struct worker *worker, const struct entry *entry, const struct row *rows, int n, const float *hidden) {
     const struct ms_product *down = run->down;
-    for (int r = 0; r < n; r++) {
-        float *out = output_row(run, rows[r]);
-        int n_active = list_active(hidden + (size_t)r * (size_t)down->columns, down->columns, worker->active, worker->active_values);
-        memset(out, 0, (size_t)down->rows * sizeof(float));
-        ms_rows_add(down->type, bytes_of(run->down_view, entry->index), down->rows, worker->active, worker->active_values, n_active, 0, down->rows, out);
-    }
+    size_t width = (size_t)down->rows;
+    memset(worker->product, 0, (size_t)n * width * sizeof(float));
+    ms_rows_add_tokens(down->type, bytes_of(run->down_view, entry->index), down->rows, (int)down->columns, hidden, (size_t)down->columns, n, 0, down->rows, worker->product, width);
+    for (int r = 0; r < n; r++) memcpy(output_row(run, rows[r]), worker->product + (size_t)r * width, width * sizeof(float));
 }
 
 /* Some tokens of one expert, from its input to its output. */
@@ -807,7 +804,7 @@ static bool prepare_worker(const struct run *run, struct worker *worker, int n) 
         bytes += padded(r * (size_t)run->first[i]->rows * sizeof(float)) + padded(r * run->first[i]->activation_bytes);
     }
     for (int i = 0; i < nodes->n_rowwise; i++) bytes += padded(r * (size_t)nodes->rowwise[i]->ne[0] * sizeof(float));
-    size_t gathered = by_ggml ? r * most(x, neurons) * sizeof(float) : 0, product = by_ggml ? r * widest * sizeof(float) : 0;
+    size_t gathered = by_ggml ? r * most(x, neurons) * sizeof(float) : 0, product = by_ggml || run->down->neuron_major ? r * widest * sizeof(float) : 0;
     size_t part = run->by_rows ? widest : MULTIPLY_ROWS;
     bytes += padded(4 * most(x, neurons) * sizeof(float)) + padded(r * part * sizeof(float)) + padded(r * run->down->activation_bytes) + padded(r * sizeof(float *)) +
              padded(2 * r * sizeof(float *)) + padded(r * sizeof(int32_t)) + padded(most(neurons, widest) * sizeof(int32_t)) + padded(most(neurons, widest) * sizeof(float)) + padded(gathered) + padded(product);
@@ -894,7 +891,8 @@ static int divide(struct run *run, int n_threads) {
     bool all_fit = run->n_entries <= run->store->capacity(run->store, run->nodes->layer);
     run->by_rows = all_fit && tallest <= TILE_ROWS && n_tiles < TILES_A_THREAD * n_threads && !(by_ggml && tallest > 1);
     run->first_parts = parts_of(run->first[0]->rows, n_threads);
-    run->down_parts = parts_of(run->down->rows, n_threads);
+    bool whole = run->down->neuron_major && run->n_entries >= 2 * n_threads; /* its rows are short enough as they are */
+    run->down_parts = whole ? 1 : parts_of(run->down->rows, n_threads);
     return run->by_rows ? tallest : longest;
 }
 

@@ -8,6 +8,7 @@
 
 #include "ggml-backend.h"
 #include "message.h"
+#include "rows.h"
 
 #define PROBE_ROWS 64
 #define PROBE_TOKENS 80 /* more than from which on any kernel of ggml's takes several at once */
@@ -52,20 +53,16 @@ static void multiply_interleaved(const struct ms_product *product, const uint8_t
         product->gemv((int)product->columns, outputs[a], (size_t)n_rows, rows, quantised + (size_t)a * product->activation_bytes, 1, (int)n_rows);
 }
 
-static void multiply_plain(const struct ms_product *product, const uint8_t *rows, int64_t n_rows, const char *quantised, int n, float *const *outputs) {
-    for (int64_t begin = 0; begin < n_rows; begin += 16) {
-        int64_t end = begin + 16 < n_rows ? begin + 16 : n_rows;
-        for (int a = 0; a < n; a++)
-            for (int64_t r = begin; r < end; r++)
-                product->dot((int)product->columns, outputs[a] + r, 0, rows + (size_t)r * product->row_bytes, 0, quantised + (size_t)a * product->activation_bytes, 0, 1);
-    }
+static void multiply_plain(const struct ms_product *product, const uint8_t *matrix, int64_t first, int64_t n_rows, const void *quantised, int n, float *const *outputs, float *scratch) {
+    float *out = n == 1 ? outputs[0] : scratch;
+    ms_rows_dot(product->type, product->columns, matrix, NULL, (int)first, (int)n_rows, quantised, product->activation_bytes, n, out, (size_t)n_rows);
+    for (int a = 0; a < n && n > 1; a++) memcpy(outputs[a], scratch + (size_t)a * (size_t)n_rows, (size_t)n_rows * sizeof(float));
 }
 
 void ms_product_multiply(const struct ms_product *product, const uint8_t *matrix, int64_t first, int64_t n_rows, const void *quantised, int n,
                          float *const *outputs, float *scratch) {
-    const uint8_t *rows = matrix + (size_t)first * product->row_bytes;
-    if (product->gemv) multiply_interleaved(product, rows, n_rows, quantised, n, outputs, scratch);
-    else multiply_plain(product, rows, n_rows, quantised, n, outputs);
+    if (product->gemv) multiply_interleaved(product, matrix + (size_t)first * product->row_bytes, n_rows, quantised, n, outputs, scratch);
+    else multiply_plain(product, matrix, first, n_rows, quantised, n, outputs, scratch);
 }
 
 /* ------------------------------------------------------------ what gives ggml's bits */
@@ -172,10 +169,8 @@ static bool is_exact(const struct ms_product *product, const struct probe *probe
 /* ------------------------------------------------------------ choosing */
 
 static bool choose_plain(struct ms_product *product, const struct probe *probe) {
-    const struct ggml_type_traits_cpu *traits = ggml_get_type_traits_cpu(product->type);
     product->group = 1;
-    product->dot = traits->vec_dot;
-    if (!product->dot || !is_exact(product, probe, 1, probe->one)) return false;
+    if (!ggml_get_type_traits_cpu(product->type)->vec_dot || !is_exact(product, probe, 1, probe->one)) return false;
     product->by_ggml = !is_exact(product, probe, PROBE_TOKENS, probe->many);
     return true;
 }

@@ -35,8 +35,7 @@ struct ms_product {
     /* activations: quantised one by one, or four interleaved where there is a kernel for these */
     size_t activation_bytes;
     ggml_from_float_t quantise; /* NULL: as they are */
-    ggml_vec_dot_t dot;         /* plain rows */
-    ms_gem gemv, gemm;          /* interleaved rows; gemm may be NULL */
+    ms_gem gemv, gemm;          /* of interleaved rows, else NULL; gemm may be NULL there too */
     ms_quantise_four quantise_four;
 };
 

@@ -61,6 +61,7 @@ def make(
     truncate: int | str | None = None,
     big_endian: bool = False,
     seed: int = 0,
+    zeros: float = 0.5,
     **shape: Any,
 ) -> pathlib.Path:
     """A model file of about 1 MB.
@@ -77,6 +78,7 @@ def make(
         truncate: What is missing at the end of the file (of the shard that has the last tensor): a number of bytes of
             that tensor, which is one of experts, or "expert" for one whole expert.
         big_endian: Numbers with their first byte highest; the type defaults to F16.
+        zeros: Share of the gate's outputs that are at most zero.
         shape: Fields of `Shape`: experts=300, topk=4, shared=2, leading_dense=2, tied=True, merged_gate_up=True,
             expert_scales=True, gating="sigmoid", groups=4, ...
 
@@ -89,7 +91,7 @@ def make(
         shape = {"d": 256, "ff": 256, "heads": 8, **shape}
     sizes = Shape(**shape)
 
-    arguments = (arch, type, tokenizer, expert_types, alignment, order, split, truncate, big_endian, seed, sizes)
+    arguments = (arch, type, tokenizer, expert_types, alignment, order, split, truncate, big_endian, seed, zeros, sizes)
     key = hashlib.sha256(repr(arguments).encode()).hexdigest()[:12]
     path = pathlib.Path(folder) / f"{arch}-{type}-{key}.gguf"
     first = path if split == 1 else writer.shard_path(path, 0, split)
@@ -109,7 +111,7 @@ def make(
         arch,
         sizes,
         planned,
-        Weights(seed=seed),
+        Weights(seed=seed, zeros=zeros),
         tokens=tokenizer,
         alignment=alignment,
         shards=split,

@@ -19,7 +19,7 @@ from moestream._native import LIBRARY, MESSAGE_BYTES
 __all__ = ["PythonReader", "Store", "direct", "failure", "ffi", "interleaving", "lib", "opened", "reader", "store"]
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
-HEADERS = ("checksum.h", "layout.h", "source.h", "kernels.h", "policy.h", "reader.h", "store.h")
+HEADERS = ("checksum.h", "layout.h", "source.h", "kernels.h", "policy.h", "reader.h", "rows.h", "store.h")
 
 
 def _declarations(header: str) -> str:
@@ -29,7 +29,7 @@ def _declarations(header: str) -> str:
     lines = "\n".join(line for line in header.splitlines() if not line.startswith("#"))
     for name, number in numbers.items():
         lines = re.sub(rf"\b{name}\b", number, lines)
-    return lines
+    return lines.replace("enum ggml_type", "int")
 
 
 ffi = FFI()

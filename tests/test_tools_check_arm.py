@@ -55,6 +55,7 @@ def test_our_tables_are_those_of_ggml_on_arm(target: str) -> None:
         for rows, verdict in ((32, "our table is the same"), (12, "our table is the same"), (6, "plain, as we say")):
             (line,) = (line for line in done.stdout.splitlines() if f" {name}, 96 x {rows}:" in line)
             assert line.endswith(verdict)
+    assert f"  {target}: row kernels neon-dotprod: q4_0, q8_0, on 10 matrices\n" in done.stdout
 
 
 def found(table: Interleaving, **changed: Any) -> dict[str, Any]:
@@ -84,6 +85,22 @@ def test_a_wrong_checksum_is_told(tool: Any) -> None:
     told = {"target": "arm-i8mm", "way": "tables", "crc32c": 1, "portable": 1, "known": 0xE3069283}
     differences = tool.differences_of_checksum("arm-i8mm", told)
     assert [difference.partition(" is ")[0] for difference in differences] == ["way", "crc32c", "portable"]
+
+
+def test_a_different_kernel_is_told(tool: Any) -> None:
+    names = [line.partition(":")[0] for line in tool.KERNELS]
+    good = [
+        {"set": name, "kernels": line, "matrices": 10, "different_dots": 0, "different_sums": 0}
+        for name, line in zip(names, tool.KERNELS, strict=True)
+    ]
+    assert tool.differences_of_kernels("arm-i8mm", good) == []
+    for changed, said in (
+        ({"different_dots": 3}, "3 dots of neon-dotprod have not the bits of ggml's vec_dot"),
+        ({"different_sums": 2}, "2 sums of neon-dotprod have not the bits of the portable ones"),
+        ({"kernels": "neon-dotprod: ggml's dots"}, "the row kernels are [\"neon-dotprod: ggml's dots\", "),
+    ):
+        (told,) = tool.differences_of_kernels("arm-i8mm", [good[0] | changed, *good[1:]])
+        assert told.startswith(said)
 
 
 def failed(tool: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -7,7 +7,12 @@
     arms.py     starts such children, and the token streams they are fed
     subject.py  the model file: its dense bytes, its KV size, making one of a wanted shape
     engine.py   the figures of the streaming engine
+    layout.py   the figures of the laid file
+    compute.py  the figures of the computing itself
+    bandwidth.py   how fast all cores read memory
+    competitor.py  a process that keeps a core busy
+    zeros.py       the share of zeros behind the gates of experts
 
-Data flows one way: worker -> arms -> engine -> figure's line. Nothing here knows the numbers it should find; only `engine.py` holds
-bounds, and every value it prints was measured in that run.
+Data flows one way: worker -> arms -> engine -> figure's line. Nothing here knows the numbers it should find; only the sets of figures
+hold bounds, and every value it prints was measured in that run.
 """

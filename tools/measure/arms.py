@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import TracebackType
@@ -53,7 +54,7 @@ class Arm:
     """One way to run a model.
 
     A stock arm is llama_cpp.Llama, with or without repacked weights, read into memory or mapped. A streamed arm is
-    moestream.Llama with `cache` (bytes), `kernels` and `reader`. Context, batch and threads are the same for both.
+    moestream.Llama with `cache` (bytes), `kernels`, `reader`, `direct` and `compute`. Context, batch and threads are the same for both.
     """
 
     model: Path
@@ -63,6 +64,8 @@ class Arm:
     cache: int | str = "auto"
     kernels: str = "auto"
     reader: str = "auto"
+    direct: bool | str = "auto"
+    compute: str = "exact"
     n_ctx: int = 512
     n_batch: int = 512
     threads: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
@@ -97,32 +100,44 @@ class Session:
 
     Attributes:
         load_s: seconds that the constructor of Llama took, imports not counted.
+        openmp: what the environment told the threads of ggml, as they saw it: by name, unset ones left out.
 
     Raises:
         MeasurementError: the child failed or took too long; its last words are in the message.
     """
 
-    def __init__(self, arm: Arm, *, group: LimitedGroup | None = None, load_timeout_s: float = 600) -> None:
+    def __init__(
+        self,
+        arm: Arm,
+        *,
+        group: LimitedGroup | None = None,
+        environment: Mapping[str, str] | None = None,
+        load_timeout_s: float = 600,
+    ) -> None:
         self.arm = arm
         self.load_s = 0.0
+        self.openmp: dict[str, str] = {}
+        self._environment = environment or {}
         self._prefix = group.prefix if group is not None else []
         self._load_timeout_s = load_timeout_s
 
     def __enter__(self) -> Session:
         command = [*self._prefix, sys.executable, "-m", "measure.worker", json.dumps(asdict(self.arm), default=str)]
         tools = str(Path(__file__).resolve().parent.parent)
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [tools, os.environ.get("PYTHONPATH")]))}
+        path = os.pathsep.join(filter(None, [tools, os.environ.get("PYTHONPATH")]))
+        environment = os.environ | {"PYTHONPATH": path} | self._environment
         self._words = tempfile.TemporaryFile("w+")
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._words, env=environment
         )
         self._unread = b""
         try:
-            self.load_s = self._answer(self._load_timeout_s)["load_s"]
+            loaded = self._answer(self._load_timeout_s)
         except BaseException:
             self._process.kill()
             self._end()
             raise
+        self.load_s, self.openmp = loaded["load_s"], loaded["openmp"]
         return self
 
     def __exit__(
@@ -134,10 +149,19 @@ class Session:
         self._end()
 
     def feed(
-        self, tokens: list[int], *, at_once: bool = False, seconds: float | None = None, timeout_s: float = 900
+        self,
+        tokens: list[int],
+        *,
+        at_once: bool = False,
+        after_last: bool = False,
+        seconds: float | None = None,
+        timeout_s: float = 900,
     ) -> Feed:
-        """Evaluate tokens from an empty context: one by one, or `at_once` as a prompt. `seconds` ends it after the token running then."""
-        request = {"tokens": tokens, "at_once": at_once, "seconds": seconds}
+        """Evaluate tokens, one by one, or `at_once` as a prompt; from an empty context, or `after_last` behind the last feed's.
+
+        `seconds` ends it after the token running then.
+        """
+        request = {"tokens": tokens, "at_once": at_once, "after_last": after_last, "seconds": seconds}
         # If it has died since, the answer that does not come says why.
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -165,7 +189,7 @@ class Session:
         how = (
             f"repack={arm.repack}, mmap={arm.mmap}"
             if arm.kind == "stock"
-            else f"cache={arm.cache}, kernels={arm.kernels}"
+            else f"cache={arm.cache}, kernels={arm.kernels}, compute={arm.compute}"
         )
         return f"the {arm.kind} arm ({how})"
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
+import mmap
 import os
+import queue
 import shutil
 import subprocess
 import tempfile
@@ -24,6 +27,7 @@ __all__ = [
     "loop_device",
     "scratch_folder",
     "seconds_to_read_cold",
+    "seconds_to_read_slices",
 ]
 
 SECTOR_BYTES = 512
@@ -138,6 +142,41 @@ def seconds_to_read_cold(path: Path, ranges: Iterable[tuple[int, int]]) -> float
                     raise MeasurementError(f"{path} ends at byte {offset}, inside its tensors")
                 offset += got
         return time.perf_counter() - start
+    finally:
+        os.close(file)
+
+
+def seconds_to_read_slices(path: Path, slices: Iterable[tuple[int, int]], *, depth: int, direct: bool) -> float:
+    """Seconds that one read for each (offset, size) takes, in their order, `depth` of them at a time, nothing cached before.
+
+    Direct reads begin and end on pages, as the engine's do.
+    """
+    page = mmap.PAGESIZE
+    rounded = [(offset // page * page, -(-(offset + size) // page) * page) for offset, size in slices]
+    longest = max(end - start for start, end in rounded)
+    drop_caches(path)
+    file = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
+    try:
+        # Page-aligned, as direct reads want it. A thread takes a buffer that no other has.
+        free: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
+        for _ in range(depth):
+            free.put(mmap.mmap(-1, longest))
+
+        def read(run: tuple[int, int]) -> None:
+            buffer = free.get()
+            start, end = run
+            with memoryview(buffer) as view:
+                while start < end:
+                    got = os.preadv(file, [view[: end - start]], start)
+                    if got == 0:  # the file ends in the middle of a page
+                        break
+                    start += got
+            free.put(buffer)
+
+        with concurrent.futures.ThreadPoolExecutor(depth) as threads:
+            begun = time.perf_counter()
+            list(threads.map(read, rounded))
+            return time.perf_counter() - begun
     finally:
         os.close(file)
 

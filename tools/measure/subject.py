@@ -21,8 +21,9 @@ __all__ = ["Subject", "made"]
 
 MAKE_MODEL = Path(__file__).resolve().parent.parent / "make_model"
 
-# What the loader never reads: the weights of the experts. Their biases and scales are small and belong to the dense part.
-_EXPERT_WEIGHTS = re.compile(r"_exps\.weight$")
+# What the loader never reads: the weights of the experts, one expert after the other, in three tensors a layer of a stock file and
+# in one of a laid file. Their biases and scales are small and belong to the dense part.
+_EXPERTS = re.compile(r"blk\.(\d+)\.(?:ffn_\w+_exps\.weight|experts)$")
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,7 @@ class Subject:
     @cached_property
     def dense_ranges(self) -> list[tuple[int, int]]:
         """(offset, size) in the file of every tensor that stays in memory."""
-        return [
-            (int(t.data_offset), int(t.n_bytes)) for t in self._reader.tensors if not _EXPERT_WEIGHTS.search(t.name)
-        ]
+        return [(int(t.data_offset), int(t.n_bytes)) for t in self._reader.tensors if not _EXPERTS.search(t.name)]
 
     @cached_property
     def dense_bytes(self) -> int:
@@ -49,6 +48,31 @@ class Subject:
     @cached_property
     def vocabulary(self) -> int:
         return int(next(t for t in self._reader.tensors if t.name == "token_embd.weight").shape[1])
+
+    @cached_property
+    def _experts(self) -> dict[int, list[tuple[int, int]]]:
+        """By layer: offset of the first expert and bytes of one, for each tensor that has a part of the experts."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        for tensor in self._reader.tensors:
+            if layer := _EXPERTS.search(tensor.name):
+                run = (int(tensor.data_offset), int(tensor.n_bytes) // int(tensor.shape[-1]))
+                found.setdefault(int(layer[1]), []).append(run)
+        return found
+
+    def expert_ranges(self, layer: int, expert: int) -> list[tuple[int, int]]:
+        """(offset, size) in the file of all that one expert needs."""
+        return [(offset + expert * size, size) for offset, size in self._experts[layer]]
+
+    def bytes_of_a_token(self, experts_used: int) -> int:
+        """Weights that decoding one token reads: all the dense ones, its experts, and of the embeddings only one row.
+
+        Where there is no output matrix, the embeddings are one, and all of them are read.
+        """
+        tensors = {t.name: t for t in self._reader.tensors}
+        embeddings = tensors["token_embd.weight"]
+        looked_up = int(embeddings.n_bytes) if "output.weight" in tensors else 0
+        experts = sum(experts_used * size for runs in self._experts.values() for _, size in runs)
+        return self.dense_bytes - looked_up + experts
 
     def kv_bytes(self, n_ctx: int) -> int:
         """K and V of full attention in f16: every layer keeps heads x (key + value length) halves for each cell of the context.

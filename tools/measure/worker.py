@@ -5,8 +5,9 @@
 Started by `arms.Session`, which describes the arm as `arms.Arm`. Lines of JSON, one each:
 
     out  the record of the load                                  once
-    in   {"tokens": [...], "at_once": false, "seconds": null}    as often as wanted; the end of input ends the process
-    out  the record of that feed, starting from an empty context
+    in   {"tokens": [...], "at_once": false, "after_last": false, "seconds": null}
+                                                                 as often as wanted; the end of input ends the process
+    out  the record of that feed
 
 A process of its own, because peak RSS is a property of a process and a memory limit one of a cgroup. Both kinds run the same code
 but for the class they call, so what differs in their records is what streams the experts.
@@ -14,6 +15,7 @@ but for the class they call, so what differs in their records is what streams th
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import json
 import os
@@ -27,13 +29,15 @@ from unittest import mock
 import llama_cpp
 import numpy as np
 
+OPENMP = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+
 
 def main() -> None:
     arm = json.loads(sys.argv[1])
     answers = _take_over_stdout()
     start = time.perf_counter()
     llm = _load(arm)
-    _answer(answers, {"load_s": time.perf_counter() - start, **_memory()})
+    _answer(answers, {"load_s": time.perf_counter() - start, "openmp": _openmp(), **_memory()})
     for line in sys.stdin:
         _answer(answers, _feed(llm, streamed=arm["kind"] == "streamed", **json.loads(line)))
 
@@ -50,7 +54,9 @@ def _load(arm: dict[str, Any]) -> llama_cpp.Llama:
         # Imported here: a stock arm must be stock down to the libraries that it has in memory.
         import moestream
 
-        options = moestream.ExpertStreaming(cache=arm["cache"], kernels=arm["kernels"], reader=arm["reader"])
+        options = moestream.ExpertStreaming(
+            **{name: arm[name] for name in ("cache", "kernels", "reader", "direct", "compute")}
+        )
         return moestream.Llama(arm["model"], expert_streaming=options, **keywords)
     # llama_cpp.Llama has no keyword for repacking, and takes all that it does not set itself from the default parameters.
     parameters = llama_cpp.llama_model_default_params()
@@ -60,14 +66,15 @@ def _load(arm: dict[str, Any]) -> llama_cpp.Llama:
 
 
 def _feed(
-    llm: llama_cpp.Llama, *, streamed: bool, tokens: list[int], at_once: bool, seconds: float | None
+    llm: llama_cpp.Llama, *, streamed: bool, tokens: list[int], at_once: bool, after_last: bool, seconds: float | None
 ) -> dict[str, Any]:
     """Evaluate the tokens one by one, or as one prompt, for `seconds` at most.
 
     The record: `token_s` and `logits_crc` per call, memory, and for a streamed model what its experts did in these calls
     (`experts`) and how many of them each call missed (`misses`).
     """
-    llm.reset()
+    if not after_last:
+        llm.reset()
     before = last = llm.expert_stats() if streamed else None
     token_s: list[float] = []
     logits_crc: list[int] = []
@@ -93,6 +100,14 @@ def _feed(
 def _logits_crc(llm: llama_cpp.Llama) -> int:
     logits = llama_cpp.llama_get_logits_ith(llm.ctx, -1)
     return zlib.crc32(np.ctypeslib.as_array(logits, shape=(llm.n_vocab(),)))
+
+
+def _openmp() -> dict[str, str]:
+    """By getenv of the C library: the library may have set them after Python copied its environment."""
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_char_p
+    found = {name: getenv(name.encode()) for name in OPENMP}
+    return {name: value.decode() for name, value in found.items() if value is not None}
 
 
 def _memory() -> dict[str, int]:

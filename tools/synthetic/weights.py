@@ -5,6 +5,9 @@ hidden state stays the token's own; the router's rows are long (3/sqrt(d)), so i
 clusters (token id modulo `clusters`) of correlation `corr`, so that tokens of one cluster share experts as neighbouring
 words do.
 
+Experts with ReLU leave out what their gate makes zero, in trained models more than half of it. `zeros` asks for that share: all
+embeddings get something in common (a constant), which survives the norms, and gate rows a mean against which it counts.
+
 Weights are Gaussian numbers quantised by ggml. A big matrix has more of them than there is time to draw, so each (type,
 scale) has a *ring* of random blocks, and a tensor is a window onto it that starts at a place of its own and wraps
 around. The ring has a prime number of blocks: the experts of a tensor, each a fixed number of blocks after the one
@@ -16,6 +19,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+import statistics
 import zlib
 from collections.abc import Iterator
 
@@ -30,6 +34,11 @@ TYPES = sorted(t.name for t in Type if not re.match(r"Q8_[1K]|F64|I\d", t.name))
 RING_WEIGHTS = 1 << 22
 EMBEDDING_CHUNK_WEIGHTS = 1 << 23
 
+# What embeddings have in common, against a spread of 1: enough for a mean of the gate that a quantised row still has, too little to
+# make tokens choose the same experts.
+IN_COMMON = 0.3
+
+_GATE = re.compile(r"ffn_gate(_up)?_exps\.weight$")
 _RESIDUAL = re.compile(r"(attn_output|ffn_down|ssm_out|shortconv\.out_proj)[a-z_]*\.weight$")
 _NOT_QUANTISED = re.compile(r"norm|ffn_gate_inp|ffn_gate_tid2eid|conv1d|shortconv\.conv|_ape\.|(^|\.)hc_")
 
@@ -72,14 +81,20 @@ class Weights:
     Args:
         clusters: Groups of similar embeddings; token `t` belongs to group `t % clusters`.
         corr: Correlation of two embeddings of one group, 0 to 1.
+        zeros: Share of the gate's outputs in an expert that are at most zero.
     """
 
-    def __init__(self, *, seed: int = 0, clusters: int = 8, corr: float = 0.8):
+    def __init__(self, *, seed: int = 0, clusters: int = 8, corr: float = 0.8, zeros: float = 0.5):
+        if not 0 < zeros < 1:
+            raise ValueError(f"zeros must be within 0..1 and neither, not {zeros}")
         if clusters < 1 or not 0 <= corr <= 1:
             raise ValueError(f"clusters must be at least 1 and corr within 0..1, not {clusters} and {corr}")
         self._seed = seed
         self._clusters = clusters
         self._corr = corr
+        self._in_common = 0.0 if zeros == 0.5 else IN_COMMON
+        # A gate's output is then a Gaussian number of spread 1 and this mean.
+        self._gate_mean = -statistics.NormalDist().inv_cdf(zeros)
         self._ring = functools.lru_cache(maxsize=None)(self._draw_ring)
 
     def chunks(self, name: str, ne: tuple[int, ...], type: Type) -> Iterator[memoryview]:
@@ -88,9 +103,15 @@ class Weights:
             yield from self._embeddings(ne, type)
         elif is_matrix(name, ne):
             std = (0.03 if _RESIDUAL.search(name) else 1.0) / math.sqrt(ne[0])
-            yield from self._window(name, math.prod(ne), type, std)
+            yield from self._window(name, math.prod(ne), type, std, self._mean(name, ne))
         else:
             yield memoryview(self._values(name, ne)).cast("B")
+
+    def _mean(self, name: str, ne: tuple[int, ...]) -> float:
+        """Of the weights of a matrix: what makes the gate's mean out of the constant that normed hidden states have."""
+        if not self._in_common or not _GATE.search(name):
+            return 0.0
+        return self._gate_mean * math.hypot(1, self._in_common) / (self._in_common * ne[0])
 
     def _rng(self, what: object) -> np.random.Generator:
         return np.random.default_rng([self._seed, zlib.crc32(repr(what).encode())])
@@ -119,12 +140,12 @@ class Weights:
             ids = np.arange(first, min(first + step, vocab))
             rows = rng.standard_normal((len(ids), d), dtype=np.float32)
             rows *= np.float32(math.sqrt(1 - self._corr))
-            rows += centres[ids % self._clusters]
+            rows += centres[ids % self._clusters] + np.float32(self._in_common)
             yield quantise(rows, type)
 
-    def _window(self, name: str, weights: int, type: Type, std: float) -> Iterator[memoryview]:
+    def _window(self, name: str, weights: int, type: Type, std: float, mean: float) -> Iterator[memoryview]:
         block, block_bytes = gguf.GGML_QUANT_SIZES[type]
-        ring = self._ring(_prime_from(min(RING_WEIGHTS, 2 * weights) // block), type, std)
+        ring = self._ring(_prime_from(min(RING_WEIGHTS, 2 * weights) // block), type, std, mean)
         left = weights // block * block_bytes
         at = int(self._rng(name).integers(len(ring) // block_bytes)) * block_bytes
         while left > 0:
@@ -133,10 +154,10 @@ class Weights:
             left -= len(piece)
             at = 0
 
-    def _draw_ring(self, blocks: int, type: Type, std: float) -> memoryview:
+    def _draw_ring(self, blocks: int, type: Type, std: float, mean: float) -> memoryview:
         block = gguf.GGML_QUANT_SIZES[type][0]
         values = self._rng((blocks, type.name, std)).standard_normal((blocks, block), dtype=np.float32)
-        return quantise(values * np.float32(std), type)
+        return quantise(values * np.float32(std) + np.float32(mean), type)
 
 
 @functools.cache
