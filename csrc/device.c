@@ -38,7 +38,7 @@ static void *buffer_base(ggml_backend_buffer_t buffer) { return ((struct memory 
 
 static enum ggml_status buffer_init_tensor(ggml_backend_buffer_t buffer, struct ggml_tensor *tensor) {
     struct ms_engine *engine = engine_of(buffer->buft);
-    if (!((struct memory *)buffer->context)->reserved) return GGML_STATUS_SUCCESS; /* a LoRA of an expert tensor: memory like any other */
+    if (!((struct memory *)buffer->context)->reserved) return GGML_STATUS_SUCCESS; /* a router, or a LoRA: memory like any other */
     int matrix, layer = ms_source_find(engine->source, tensor->name, &matrix);
     if (layer < 0) return GGML_STATUS_FAILED;
     engine->wanted[layer] = true;
@@ -82,15 +82,18 @@ static void buffer_clear(ggml_backend_buffer_t buffer, uint8_t value) {
     if (!memory->reserved) memset(memory->base, value, buffer->size);
 }
 
-static const char *buft_name(ggml_backend_buffer_type_t buft) { return engine_of(buft)->buffer_type_name; }
+static const char *buft_name(ggml_backend_buffer_type_t buft) {
+    const struct ms_engine *engine = engine_of(buft);
+    return buft == &engine->buffer_type ? engine->buffer_type_name : engine->router_type_name;
+}
 
 static ggml_backend_buffer_t buft_alloc(ggml_backend_buffer_type_t buft, size_t size) {
     struct ms_engine *engine = engine_of(buft);
     struct memory *memory = malloc(sizeof *memory);
     if (!memory) return NULL;
-    *memory = (struct memory){.bytes = size ? size : 1, .reserved = engine->loading};
-    memory->base = mmap(NULL, memory->bytes, engine->loading ? PROT_NONE : PROT_READ | PROT_WRITE,
-                        MAP_PRIVATE | MAP_ANONYMOUS | (engine->loading ? MAP_NORESERVE : 0), -1, 0);
+    *memory = (struct memory){.bytes = size ? size : 1, .reserved = engine->loading && buft == &engine->buffer_type};
+    memory->base = mmap(NULL, memory->bytes, memory->reserved ? PROT_NONE : PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | (memory->reserved ? MAP_NORESERVE : 0), -1, 0);
     if (memory->base == MAP_FAILED) {
         free(memory);
         return NULL;
@@ -136,7 +139,7 @@ static const struct ms_expert_tensor *expert_tensor(const struct ggml_tensor *we
  * Taking these too lets a whole block arrive as one split. */
 static bool is_expert_activation(const struct ggml_tensor *tensor, int depth) {
     if (!tensor || depth > MOST_OPERATIONS) return false;
-    if (tensor->view_src) return is_expert_activation(tensor->view_src, depth + 1);
+    if (tensor->view_src && tensor->op != GGML_OP_CLAMP) return is_expert_activation(tensor->view_src, depth + 1);
     switch (tensor->op) {
         case GGML_OP_MUL_MAT_ID: return is_ours(tensor->src[0]);
         case GGML_OP_GLU: return is_expert_activation(tensor->src[0], depth + 1) && (!tensor->src[1] || is_expert_activation(tensor->src[1], depth + 1));
@@ -151,11 +154,43 @@ static bool is_expert_activation(const struct ggml_tensor *tensor, int depth) {
     }
 }
 
+/* Does the router come right before the experts? It does if it reads what they read, the state as normalised after
+ * attention; one that reads the state before attention is left where it is, for it would be a split of its own. */
+static bool is_router_product(const struct ggml_tensor *op) {
+    return op->op == GGML_OP_MUL_MAT && is_ours(op->src[0]) && (op->src[0]->buffer->buft == &engine_of(op->src[0]->buffer->buft)->buffer_type || op->src[1]->op == GGML_OP_MUL);
+}
+
+/* What is made of the router's logits: the choice of experts and their weights. It is computed here so that a layer's
+ * router and experts are one split, and the time of each is known. */
+static bool is_choice(const struct ggml_tensor *tensor, int depth) {
+    if (!tensor || depth > MOST_OPERATIONS) return false;
+    if (tensor->view_src && tensor->op != GGML_OP_CLAMP) return is_choice(tensor->view_src, depth + 1);
+    switch (tensor->op) {
+        case GGML_OP_MUL_MAT: return is_router_product(tensor);
+        case GGML_OP_UNARY:
+        case GGML_OP_SOFT_MAX:
+        case GGML_OP_ADD:
+        case GGML_OP_MUL:
+        case GGML_OP_SCALE:
+        case GGML_OP_SQRT:
+        case GGML_OP_ARGSORT:
+        case GGML_OP_TOP_K:
+        case GGML_OP_GET_ROWS:
+        case GGML_OP_SET_ROWS:
+        case GGML_OP_FILL:
+        case GGML_OP_SUM_ROWS:
+        case GGML_OP_CLAMP:
+        case GGML_OP_DIV: return is_choice(tensor->src[0], depth + 1);
+        default: return false;
+    }
+}
+
 static bool device_supports_op(ggml_backend_dev_t dev, const struct ggml_tensor *op) {
     (void)dev;
     if (op->op == GGML_OP_MUL_MAT_ID) return is_ours(op->src[0]);
-    if (op->op == GGML_OP_MUL_MAT) return is_ours(op->src[0]);
-    return op->view_src == NULL && is_expert_activation(op, 0);
+    if (op->op == GGML_OP_MUL_MAT) return is_router_product(op);
+    if (op->view_src && op->op != GGML_OP_CLAMP) return false; /* ggml_clamp gives a view of what it clamps */
+    return is_expert_activation(op, 0) || is_choice(op, 0);
 }
 
 static bool device_supports_buft(ggml_backend_dev_t dev, ggml_backend_buffer_type_t buft) {
@@ -317,7 +352,8 @@ void ms_device_attach(struct ms_engine *engine) {
     static int n_engines;
     pthread_once(&once, register_device);
     snprintf(engine->buffer_type_name, sizeof engine->buffer_type_name, "moestream-%d", __atomic_add_fetch(&n_engines, 1, __ATOMIC_RELAXED));
-    engine->buffer_type = (struct ggml_backend_buffer_type){
+    snprintf(engine->router_type_name, sizeof engine->router_type_name, "%.20s-router", engine->buffer_type_name);
+    engine->router_type = engine->buffer_type = (struct ggml_backend_buffer_type){
         .iface = {.get_name = buft_name, .alloc_buffer = buft_alloc, .get_alignment = buft_alignment, .is_host = buft_is_host},
         .device = &device,
         .context = engine,

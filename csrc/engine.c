@@ -14,6 +14,7 @@
 const char *ms_built_for(void) { return MS_LLAMA_CPP_PYTHON; }
 
 const char *ms_expert_pattern(void) { return MS_EXPERT_TENSOR; }
+const char *ms_router_pattern(void) { return MS_ROUTER_TENSOR; }
 
 void ms_engine_note(struct ms_engine *engine, const char *format, ...) {
     size_t used = strlen(engine->notes);
@@ -170,6 +171,7 @@ const char *ms_engine_reader(const ms_engine *engine) { return engine->reader ? 
 bool ms_engine_direct(const ms_engine *engine) { return engine->reader && engine->source->alignment > 1; }
 const char *ms_engine_notes(const ms_engine *engine) { return engine->notes; }
 void *ms_engine_buffer_type(ms_engine *engine) { return &engine->buffer_type; }
+void *ms_engine_router_type(ms_engine *engine) { return engine->source->routers_are_floats ? &engine->router_type : NULL; }
 
 /* ------------------------------------------------------------ loading and starting */
 
@@ -222,6 +224,8 @@ ms_stats ms_engine_stats(ms_engine *engine) {
     stats.tokens = engine->counters.tokens;
     stats.compute_ns = engine->counters.compute_ns;
     stats.wait_ns += engine->counters.wait_ns;
+    stats.attention_ns = engine->counters.attention_ns;
+    stats.router_ns = engine->counters.router_ns;
     stats.fused_blocks = engine->counters.fused_blocks;
     stats.ggml_blocks = engine->counters.ggml_blocks;
     pthread_mutex_unlock(&engine->mutex);
@@ -239,6 +243,8 @@ void ms_engine_add(struct ms_engine *engine, const struct ms_experts_counters *c
     sum->tokens += counters->tokens;
     sum->compute_ns += counters->compute_ns;
     sum->wait_ns += counters->wait_ns;
+    sum->attention_ns += counters->attention_ns;
+    sum->router_ns += counters->router_ns;
     sum->fused_blocks += counters->fused_blocks;
     sum->ggml_blocks += counters->ggml_blocks;
     if (err[0]) {

@@ -23,8 +23,9 @@ struct ms_engine {
     bool verify;
     char notes[2 * MS_MESSAGE_BYTES];
     /* llama.cpp merges buffer types of one name, so each engine's is its own */
-    char buffer_type_name[32];
-    struct ggml_backend_buffer_type buffer_type;
+    char buffer_type_name[32], router_type_name[32];
+    struct ggml_backend_buffer_type buffer_type; /* of expert tensors */
+    struct ggml_backend_buffer_type router_type; /* of routers: ordinary memory, whose products come to our device */
     struct ms_expert_tensor (*tensors)[MS_MAX_MATRICES]; /* per layer */
     bool *wanted;  /* per layer: the loaded model has a tensor of it */
     bool loading;  /* buffers made now are for experts: address space, no memory */

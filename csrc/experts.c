@@ -19,6 +19,8 @@
 struct ms_experts {
     ggml_backend_t cpu;
     int n_threads;
+    int last_layer; /* whose experts were computed last, and when that was done */
+    int64_t last_ns;
     ms_expert_lookup lookup;
     struct ms_block *block;
     /* scratch, grown as needed */
@@ -466,9 +468,16 @@ static enum ggml_status compute_run(struct ms_experts *experts, const struct ms_
     return compute_run_lent(experts, model, graph, begin, end, l, n, counters, err, errlen);
 }
 
+/* What llama.cpp computed itself between two layers is attention, mostly. Not before the first layer: that is another token. */
+static void note_layer(struct ms_experts *experts, int layer, int64_t since, struct ms_experts_counters *counters) {
+    if (layer > experts->last_layer && experts->last_ns) counters->attention_ns += since - experts->last_ns;
+    experts->last_layer = layer;
+}
+
 enum ggml_status ms_experts_compute(struct ms_experts *experts, const struct ms_experts_model *model, struct ggml_cgraph *graph, struct ms_experts_counters *counters,
                                     struct ms_experts_zeros *zeros, char *err, size_t errlen) {
     int n_nodes = ggml_graph_n_nodes(graph);
+    int64_t since = ms_now_ns();
     for (int begin = 0; begin < n_nodes;) {
         struct ggml_tensor *node = ggml_graph_node(graph, begin);
         const struct ms_expert_tensor *tensor = model ? expert_product(experts, node) : NULL;
@@ -476,14 +485,16 @@ enum ggml_status ms_experts_compute(struct ms_experts *experts, const struct ms_
         enum ggml_status status;
         if (tensor) {
             end = run_end(experts, graph, begin, tensor);
+            note_layer(experts, tensor->layer, since, counters);
             if (tensor->layer == model->first_layer && uses_matrix(experts, graph, begin, end, 0)) counters->tokens += (uint64_t)node->src[2]->ne[1];
             status = compute_run(experts, model, graph, begin, end, tensor->layer, counters, zeros, err, errlen);
         } else {
             while (end < n_nodes && !(model && expert_product(experts, ggml_graph_node(graph, end)))) end++;
-            status = compute_nodes(experts, graph, begin, end, &counters->compute_ns);
+            status = compute_nodes(experts, graph, begin, end, end < n_nodes ? &counters->router_ns : &counters->compute_ns);
         }
         if (status != GGML_STATUS_SUCCESS) return status;
         begin = end;
     }
+    experts->last_ns = ms_now_ns();
     return GGML_STATUS_SUCCESS;
 }

@@ -52,6 +52,8 @@ struct ms_experts_model {
 struct ms_experts_counters {
     uint64_t tokens; /* that passed the first layer */
     int64_t compute_ns;
+    int64_t attention_ns; /* from one layer's experts to what comes here for the next */
+    int64_t router_ns;    /* nodes here that come before a layer's experts */
     int64_t wait_ns; /* without anything to compute; besides what the store counts */
     uint64_t fused_blocks, ggml_blocks; /* layers computed as one, or node by node */
 };

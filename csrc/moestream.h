@@ -6,7 +6,8 @@
  *     ms_engine_open          parses the files, checks them, picks a reader
  *     ms_engine_load_begin    -> FILE *, for llama_model_load_from_file_ptr
  *                                with load_mode NONE and tensor_buft_overrides
- *                                { MS_EXPERT_PATTERN -> ms_engine_buffer_type }
+ *                                { ms_expert_pattern -> ms_engine_buffer_type,
+ *                                  ms_router_pattern -> ms_engine_router_type }
  *     ms_engine_load_end
  *     ms_engine_start         gives the experts their memory
  *     llama_decode ...        computes; on failure ms_engine_take_error says why
@@ -41,8 +42,9 @@ const char *ms_built_for(void);
  * -EPROTO: they differ. */
 int ms_abi_check(char *err, size_t errlen);
 
-/* Regular expression of the tensors that are streamed. */
+/* Regular expressions of the tensors that are streamed, and of the routers. */
 const char *ms_expert_pattern(void);
+const char *ms_router_pattern(void);
 
 /* ---------------------------------------------------------------- what a model holds */
 
@@ -113,6 +115,8 @@ typedef struct ms_stats {
     int64_t read_ns;    /* with at least one read in flight */
     int64_t wait_ns;    /* computation blocked on experts */
     int64_t compute_ns; /* expert kernels */
+    int64_t attention_ns; /* from the experts of one layer to the router of the next */
+    int64_t router_ns;  /* choosing experts; 0 where the router does not come right before them */
     int64_t convert_ns; /* CPU time on what arrived: interleaving, moving, checking */
     int slots_used;
     int slots_total;
@@ -134,6 +138,9 @@ bool ms_engine_direct(const ms_engine *engine);
 const char *ms_engine_notes(const ms_engine *engine);
 /* ggml_backend_buffer_type_t for the expert tensors. */
 void *ms_engine_buffer_type(ms_engine *engine);
+/* The same for the routers, so that it is known when they are computed. NULL: they are
+ * quantised, and llama.cpp must be left to choose how it stores them. */
+void *ms_engine_router_type(ms_engine *engine);
 
 /* The budget bounds for what is loaded (before loading: for all in the file). */
 uint64_t ms_engine_minimum_bytes(const ms_engine *engine);

@@ -278,7 +278,7 @@ static int compare_layers(const void *a, const void *b) {
 }
 
 struct patterns {
-    regex_t expert_tensor, records;
+    regex_t expert_tensor, records, router;
 };
 
 /* Adds a file's tensors to the table and to the virtual header. */
@@ -291,6 +291,7 @@ static int add_file(struct ms_source *source, int file, const struct gguf_contex
         regmatch_t groups[2];
         bool is_expert = regexec(&patterns->expert_tensor, name, 2, groups, 0) == 0;
         int rc;
+        if (regexec(&patterns->router, name, 0, NULL, 0) == 0 && ggml_is_quantized(tensor->type)) source->routers_are_floats = false;
         if (source->layout && is_expert) {
             rc = ms_fail(-EINVAL, err, errlen, "%s: tensor %s is in a laid file beside its records; convert or download it again", source->files[file].path, name);
         } else if (source->layout && regexec(&patterns->records, name, 2, groups, 0) == 0) {
@@ -394,13 +395,15 @@ int ms_source_open(const char *path, struct ms_source **out, char *err, size_t e
     struct ms_source *source = calloc(1, sizeof *source);
     struct gguf_context *header = new_virtual_header();
     struct patterns patterns;
-    int rc = regcomp(&patterns.expert_tensor, MS_EXPERT_TENSOR, REG_EXTENDED) || regcomp(&patterns.records, MS_LAID_TENSOR, REG_EXTENDED) ? -ENOMEM : 0;
+    int rc = regcomp(&patterns.expert_tensor, MS_EXPERT_TENSOR, REG_EXTENDED) || regcomp(&patterns.records, MS_LAID_TENSOR, REG_EXTENDED) ||
+             regcomp(&patterns.router, MS_ROUTER_TENSOR, REG_EXTENDED | REG_NOSUB) ? -ENOMEM : 0;
     int n_shards = 1;
     if (rc < 0 || !source || !header) {
         rc = ms_fail(-ENOMEM, err, errlen, "out of memory");
         goto end;
     }
     source->alignment = 1;
+    source->routers_are_floats = true;
     for (int i = 0; i < n_shards; i++) {
         struct gguf_context *gguf = NULL;
         struct ggml_context *tensors = NULL;
@@ -438,6 +441,7 @@ int ms_source_open(const char *path, struct ms_source **out, char *err, size_t e
 end:
     regfree(&patterns.expert_tensor);
     regfree(&patterns.records);
+    regfree(&patterns.router);
     if (header) gguf_free(header);
     if (rc < 0) {
         ms_source_close(source);

@@ -21,6 +21,7 @@
 
 #define MS_MAX_MATRICES 3 /* gate, up, down; or gate_up, down; or up, down */
 #define MS_TENSOR_NAME_BYTES 64
+#define MS_ROUTER_TENSOR "^blk\\.[0-9]+\\.ffn_gate_inp\\.weight$"
 /* The tensors that are streamed, for regcomp here and std::regex in llama.cpp; group 1 is the block. */
 #define MS_EXPERT_TENSOR "^blk\\.([0-9]+)\\.ffn_(gate|up|down|gate_up)_exps\\.weight$"
 /* Of tensors in the virtual GGUF; a multiple of the stream's buffer, see virtual_gguf.h. */
@@ -76,6 +77,7 @@ struct ms_source {
     struct ms_layer *layers;
     int n_blocks;
     int n_experts_used; /* top-k, the largest over the layers */
+    bool routers_are_floats; /* none is of a type that llama.cpp might store otherwise than in the file */
     struct ms_layout *layout; /* of a laid file, else NULL */
     char architecture[64];
     char model_name[256];

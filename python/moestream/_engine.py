@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,7 @@ class Engine:
         self._engine = out[0]
         self.description: ModelDescription = describe_source(lib.ms_engine_source(self._engine), Path(path))
         self._notes: list[str] = []
+        self._decode_ns = 0
 
     @property
     def _open(self) -> Any:
@@ -90,6 +92,10 @@ class Engine:
     def buffer_type(self) -> int:
         """Address of the ggml buffer type for expert tensors."""
         return int(ffi.cast("uintptr_t", lib.ms_engine_buffer_type(self._open)))
+
+    def router_type(self) -> int:
+        """Address of the ggml buffer type for routers, or 0 where llama.cpp is to choose."""
+        return int(ffi.cast("uintptr_t", lib.ms_engine_router_type(self._open)))
 
     def load_begin(self) -> tuple[Any, int]:
         """Opens the virtual GGUF: (handle for load_end, address of its FILE)."""
@@ -183,6 +189,16 @@ class Engine:
                 raise ExpertReadError(text(message)) from None
             raise
 
+    @contextlib.contextmanager
+    def decoding(self) -> Iterator[None]:
+        """What happens within is counted as time for tokens, and fails as :meth:`failures` says."""
+        began = time.perf_counter_ns()
+        try:
+            with self.failures():
+                yield
+        finally:
+            self._decode_ns += time.perf_counter_ns() - began
+
     def stats(self) -> ExpertStats:
         s = lib.ms_engine_stats(self._open)
         model = self.description
@@ -197,6 +213,9 @@ class Engine:
             read_s=s.read_ns / 1e9,
             wait_s=s.wait_ns / 1e9,
             compute_s=s.compute_ns / 1e9,
+            attention_s=s.attention_ns / 1e9,
+            router_s=s.router_ns / 1e9,
+            other_s=max(0, self._decode_ns - s.wait_ns - s.compute_ns - s.attention_ns - s.router_ns) / 1e9,
             convert_s=s.convert_ns / 1e9,
             fused_blocks=s.fused_blocks,
             ggml_blocks=s.ggml_blocks,

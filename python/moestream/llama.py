@@ -81,9 +81,9 @@ class _StreamedModel(stock_internals.LlamaModel):
         self._exit_stack = contextlib.ExitStack()
         self._exit_stack.callback(engine.close)  # last: the model's buffers belong to it
 
-        self._overrides = (_BufferOverride * 2)(
-            _BufferOverride(text(lib.ms_expert_pattern()).encode(), engine.buffer_type()), _BufferOverride(None, None)
-        )
+        placed = [(lib.ms_expert_pattern(), engine.buffer_type()), (lib.ms_router_pattern(), engine.router_type())]
+        overrides = [_BufferOverride(text(pattern).encode(), buffer_type) for pattern, buffer_type in placed if buffer_type]
+        self._overrides = (_BufferOverride * (len(overrides) + 1))(*overrides, _BufferOverride(None, None))
         params.tensor_buft_overrides = ctypes.cast(self._overrides, ctypes.c_void_p)
         params.load_mode = llama_cpp.LLAMA_LOAD_MODE_NONE
         params.lazy_mode = llama_cpp.LLAMA_LAZY_MODE_OFF
@@ -151,11 +151,11 @@ class _StreamedContext(stock_internals.LlamaContext):
         engine.start(untouched=max(0, (allocated - allocated_then) - (resident - resident_then)))
 
     def decode(self, batch: stock_internals.LlamaBatch) -> None:
-        with self._engine.failures():
+        with self._engine.decoding():
             super().decode(batch)
 
     def encode(self, batch: stock_internals.LlamaBatch) -> None:
-        with self._engine.failures():
+        with self._engine.decoding():
             super().encode(batch)
 
 

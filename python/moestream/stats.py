@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 
 __all__ = ["ExpertStats"]
 
-_COUNTERS = ("tokens", "hits", "misses", "reads", "bytes_read", "read_s", "wait_s", "compute_s", "convert_s", "fused_blocks", "ggml_blocks")
+_COUNTERS = ("tokens", "hits", "misses", "reads", "bytes_read", "read_s", "wait_s", "compute_s", "attention_s", "router_s", "other_s", "convert_s", "fused_blocks", "ggml_blocks")
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,12 @@ class ExpertStats:
     """Computation blocked on experts."""
     compute_s: float
     """Expert kernels."""
+    attention_s: float
+    """From the experts of one layer to the router of the next: attention, norms, what is dense."""
+    router_s: float
+    """Choosing experts. 0 where a model's router does not come right before its experts; it then is part of ``attention_s``."""
+    other_s: float
+    """The rest of decoding: what comes before the first router and after the last experts, and llama.cpp's preparations."""
     convert_s: float
     """CPU time spent on what arrived: interleaving, moving, checking."""
     fused_blocks: int
