@@ -29,6 +29,9 @@
 #define LEAST_PART_ROWS 64  /* of a matrix, where rows are divided */
 #define MULTIPLY_ROWS 128   /* rows of a matrix that stay in the cache while all activations of a tile pass */
 #define ROW_ALIGNMENT 16    /* of parts: a multiple of every kernel's group */
+/* Rows in a list are read at half the speed of rows one behind the other, and several activations share only the latter
+ * (tools/measure/kernels.py). */
+#define MOST_OPEN 0.45
 #define SPINS 1000
 #define CACHE_LINE 64
 #define USAGE_TOKENS 32     /* a prompt of fewer tells little about which experts the next needs */
@@ -394,26 +397,35 @@ static int list_active(const float *values, int64_t n, int32_t *active, float *a
 }
 
 /* The rows of gate, and of up only those whose gate opens: behind ReGLU the others are nothing. */
-static void multiply_gated(const struct run *run, struct worker *worker, const struct entry *entry, int64_t first, int64_t n_rows, int n, float *const *gate_out, float *const *up_out) {
+static void multiply_gated(const struct run *run, struct worker *worker, const struct entry *entry, const void *const *quantised, int64_t first, int64_t n_rows, int n,
+                           float *const *gate_out, float *const *up_out) {
     int g = run->nodes->gate, u = 1 - g;
     const struct ms_product *gate = run->first[g], *up = run->first[u];
-    ms_product_multiply(gate, bytes_of(run->first_view[g], entry->index), first, n_rows, entry->quantised[g], n, gate_out, worker->multiply_scratch);
+    ms_product_multiply(gate, bytes_of(run->first_view[g], entry->index), first, n_rows, quantised[g], n, gate_out, worker->multiply_scratch);
+    int64_t all_open = 0;
+    for (int a = 0; a < n; a++)
+        for (int64_t i = 0; i < n_rows; i++) all_open += gate_out[a][i] > 0.0f;
+    if (all_open > MOST_OPEN * (double)(n * n_rows)) {
+        ms_product_multiply(up, bytes_of(run->first_view[u], entry->index), first, n_rows, quantised[u], n, up_out, worker->multiply_scratch);
+        return;
+    }
     for (int a = 0; a < n; a++) {
         int open = 0;
         for (int64_t i = 0; i < n_rows; i++) {
             worker->active[open] = (int32_t)(first + i);
             open += gate_out[a][i] > 0.0f;
         }
-        ms_rows_dot(up->type, up->columns, bytes_of(run->first_view[u], entry->index), worker->active, 0, open, (const uint8_t *)entry->quantised[u] + (size_t)a * up->activation_bytes,
+        ms_rows_dot(up->type, up->columns, bytes_of(run->first_view[u], entry->index), worker->active, 0, open, (const uint8_t *)quantised[u] + (size_t)a * up->activation_bytes,
                     up->activation_bytes, 1, worker->active_values, 0);
         memset(up_out[a], 0, (size_t)n_rows * sizeof(float));
         for (int i = 0; i < open; i++) up_out[a][worker->active[i] - first] = worker->active_values[i];
     }
 }
 
-static bool may_skip_rows(const struct run *run) {
-    if (run->nodes->gate < 0) return false;
-    return !run->first[1 - run->nodes->gate]->prototype;
+static bool may_skip_rows(const struct run *run, int n) {
+    int g = run->nodes->gate;
+    if (g < 0 || (n > 1 && (run->first[0]->by_ggml || run->first[1]->by_ggml))) return false;
+    return !run->first[1 - g]->prototype;
 }
 
 static void fail(struct run *run, int entry) {
@@ -447,7 +459,7 @@ static void spin(int *spins) {
 static int64_t part_begin(int64_t rows, int part, int n_parts, int64_t alignment) { return part == n_parts ? rows : rows * part / n_parts / alignment * alignment; }
 
 static void first_part(const struct run *run, struct worker *worker, const struct entry *entry, int part) {
-    bool gated = may_skip_rows(run);
+    bool gated = may_skip_rows(run, entry->n_rows);
     float **outputs[2] = {worker->outputs, worker->outputs + entry->n_rows};
     int64_t begin = 0, end = 0;
     for (int i = 0; i < run->nodes->n_first; i++) {
@@ -458,7 +470,7 @@ static void first_part(const struct run *run, struct worker *worker, const struc
         if (!gated && end > begin)
             ms_product_multiply(run->first[i], bytes_of(run->first_view[i], entry->index), begin, end - begin, entry->quantised[i], entry->n_rows, outputs[i], worker->multiply_scratch);
     }
-    if (gated && end > begin) multiply_gated(run, worker, entry, begin, end - begin, entry->n_rows, outputs[run->nodes->gate], outputs[1 - run->nodes->gate]);
+    if (gated && end > begin) multiply_gated(run, worker, entry, entry->quantised, begin, end - begin, entry->n_rows, outputs[run->nodes->gate], outputs[1 - run->nodes->gate]);
 }
 
 /* Gate and up of an expert are done: what they make of its rows, ready for down. */
@@ -557,6 +569,19 @@ static bool multiply_tile(struct worker *worker, const struct ms_product *produc
     return true;
 }
 
+static void multiply_gated_tile(const struct run *run, struct worker *worker, const struct entry *entry, const void *const *quantised, int n, float **const *outputs) {
+    int g = run->nodes->gate;
+    float *gate[2 * TILE_ROWS], *up[2 * TILE_ROWS];
+    for (int64_t first = 0; first < run->first[g]->rows; first += MULTIPLY_ROWS) {
+        int64_t rows = first + MULTIPLY_ROWS < run->first[g]->rows ? MULTIPLY_ROWS : run->first[g]->rows - first;
+        for (int i = 0; i < n; i++) {
+            gate[i] = outputs[g][i] + first;
+            up[i] = outputs[1 - g][i] + first;
+        }
+        multiply_gated(run, worker, entry, quantised, first, rows, n, gate, up);
+    }
+}
+
 static void add_neurons(const struct run *run, struct worker *worker, const struct entry *entry, const struct row *rows, int n, const float *hidden) {
     const struct ms_product *down = run->down;
     size_t width = (size_t)down->rows;
@@ -570,17 +595,20 @@ static bool compute_tile(const struct run *run, struct worker *worker, const str
     const struct ms_block_nodes *nodes = run->nodes;
     int begin = entry->n_rows * tile / entry->n_tiles, n = entry->n_rows * (tile + 1) / entry->n_tiles - begin;
     const struct row *rows = run->rows + entry->first_row + begin;
+    const void *quantised[2];
+    float **outputs[2] = {worker->outputs, worker->outputs + n};
+    for (int r = 0; r < n; r++) worker->activations[r] = input_row(run, rows[r]);
     for (int i = 0; i < nodes->n_first; i++) {
         const struct ms_product *product = run->first[i];
-        const void *quantised = worker->quantised[i];
-        for (int r = 0; r < n; r++) {
-            worker->activations[r] = input_row(run, rows[r]);
-            worker->outputs[r] = worker->first[i] + (size_t)r * (size_t)product->rows;
-        }
-        if (i > 0 && ms_product_same_activations(product, run->first[0])) quantised = worker->quantised[0];
+        quantised[i] = worker->quantised[i];
+        if (i > 0 && ms_product_same_activations(product, run->first[0])) quantised[i] = quantised[0];
         else ms_product_quantise(product, worker->activations, n, worker->quantised[i], worker->quantise_scratch);
-        if (!multiply_tile(worker, product, nodes->first[i], bytes_of(run->first_view[i], entry->index), quantised, worker->activations, n, worker->outputs)) return false;
+        for (int r = 0; r < n; r++) outputs[i][r] = worker->first[i] + (size_t)r * (size_t)product->rows;
     }
+    if (may_skip_rows(run, n)) multiply_gated_tile(run, worker, entry, quantised, n, outputs);
+    else
+        for (int i = 0; i < nodes->n_first; i++)
+            if (!multiply_tile(worker, run->first[i], nodes->first[i], bytes_of(run->first_view[i], entry->index), quantised[i], worker->activations, n, outputs[i])) return false;
     if (!activate(run, worker, entry->expert, n, worker->first)) return false;
     const float *hidden = worker->rowwise[nodes->n_rowwise - 1];
     size_t neurons = (size_t)nodes->down->src[1]->ne[0];

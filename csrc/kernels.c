@@ -74,7 +74,7 @@ int ms_interleaving_open(const struct ms_source *source, struct ms_interleaving 
         const struct ms_layer *layer = &source->layers[l];
         for (int m = 0; m < layer->n_matrices; m++) {
             const struct ms_matrix *matrix = &layer->matrices[m];
-            if (matrix->form == MS_FORM_NEURON_MAJOR || find(interleaving, matrix)) continue;
+            if (matrix->form == MS_FORM_NEURON_MAJOR || matrix->by_row || find(interleaving, matrix)) continue;
             struct prototype *p = &interleaving->prototypes[interleaving->n_prototypes++];
             *p = (struct prototype){.type = matrix->type, .columns = matrix->columns, .rows = matrix->rows};
             if (!would_interleave(cpu, buft, matrix, layer->n_experts, source->n_experts_used)) continue;
@@ -109,7 +109,7 @@ void ms_interleaving_close(struct ms_interleaving *interleaving) {
 }
 
 const struct ggml_tensor *ms_interleaving_prototype(const struct ms_interleaving *interleaving, const struct ms_matrix *matrix) {
-    const struct prototype *p = interleaving && matrix->form != MS_FORM_NEURON_MAJOR ? find(interleaving, matrix) : NULL;
+    const struct prototype *p = interleaving && matrix->form != MS_FORM_NEURON_MAJOR && !matrix->by_row ? find(interleaving, matrix) : NULL;
     return p ? p->tensor : NULL;
 }
 

@@ -255,6 +255,17 @@ static int add_records(struct ms_source *source, int block, int file, uint64_t o
     return 0;
 }
 
+static struct ms_matrix *matrix_of(struct ms_layer *layer, const char *kind) {
+    for (int m = 0; m < layer->n_matrices; m++)
+        if (strstr(layer->matrices[m].name, kind)) return &layer->matrices[m];
+    return NULL;
+}
+
+static void mark_by_row(struct ms_layer *layer) {
+    struct ms_matrix *up = matrix_of(layer, ".ffn_up_exps"), *down = matrix_of(layer, ".ffn_down_exps");
+    if (up && down && matrix_of(layer, ".ffn_gate_exps")) up->by_row = up->form == MS_FORM_PLAIN && down->form == MS_FORM_NEURON_MAJOR;
+}
+
 /* Gives every layer its checksums; all the tables list must be there. */
 static int finish_layout(struct ms_source *source, char *err, size_t errlen) {
     const struct ms_layout *layout = source->layout;
@@ -269,6 +280,7 @@ static int finish_layout(struct ms_source *source, char *err, size_t errlen) {
     for (int l = 0; l < source->n_layers; l++) {
         source->layers[l].checksums = layout->checksums + n;
         n += (uint64_t)source->layers[l].n_experts;
+        mark_by_row(&source->layers[l]);
     }
     return 0;
 }

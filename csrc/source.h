@@ -42,6 +42,7 @@ struct ms_matrix {
     char name[MS_TENSOR_NAME_BYTES];
     int type;       /* enum ggml_type, as stored */
     int form;       /* MS_FORM_NEURON_MAJOR, MS_FORM_PLAIN, or the number of its interleaving */
+    bool by_row;    /* stored plain to be computed row by row, only where the gate opens: up beside a neuron-major down */
     int64_t columns; /* ne[0] */
     int64_t rows;    /* ne[1] of one expert */
     size_t slice_bytes;

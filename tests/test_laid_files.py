@@ -40,7 +40,8 @@ def differing(path: Path, laid: Path) -> list[str]:
         logits, stats = streamed(laid, streaming)
         if not np.array_equal(logits, expected[streaming.kernels != "plain"]):
             wrong.append(f"{streaming} differs")
-        if stats.reader != "mmap" and stats.reads != stats.misses:
+        ahead = 2  # a prompt asks for experts of the next layer, now and then for one that it does not need
+        if stats.reader != "mmap" and not stats.misses <= stats.reads <= stats.misses + ahead:
             wrong.append(f"{streaming}: {stats.reads} reads for {stats.misses} missing experts")
     return wrong
 

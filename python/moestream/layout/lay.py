@@ -148,14 +148,20 @@ class _Layout:
         self._forms: dict[tuple[int, int, int], int] = {}
 
     def layer(self, block: int, tensors: Sequence[ExpertTensor]) -> LaidLayer:
-        return lay_out(block, tensors[0].experts, [self._part(tensor) for tensor in tensors])
+        names = {tensor.matrix for tensor in tensors if tensor.form == NEURON_MAJOR or tensor.name in self._neuron_major.types}
+        # Where a row of down may be left out, so may that of up, if its gate says so first: it must not be interleaved.
+        by_row = {"up"} if "down" in names and any(tensor.matrix == "gate" for tensor in tensors) else set()
+        return lay_out(block, tensors[0].experts, [self._part(tensor, tensor.matrix in by_row) for tensor in tensors])
 
-    def _part(self, tensor: ExpertTensor) -> tuple[str, int, int, int, int, int]:
+    def _part(self, tensor: ExpertTensor, by_row: bool) -> tuple[str, int, int, int, int, int]:
         if tensor.name in self._neuron_major.types:
             type = self._neuron_major.types[tensor.name]
             size = ggml.row_bytes(type, tensor.rows) * tensor.columns
             return tensor.name, type, tensor.columns, tensor.rows, size, NEURON_MAJOR
-        form = NEURON_MAJOR if tensor.form == NEURON_MAJOR else self._form(tensor.type, tensor.columns, tensor.rows)
+        if tensor.form == NEURON_MAJOR:
+            form = NEURON_MAJOR
+        else:
+            form = PLAIN if by_row else self._form(tensor.type, tensor.columns, tensor.rows)
         return tensor.name, tensor.type, tensor.columns, tensor.rows, tensor.slices.bytes, form
 
     def _form(self, type: int, columns: int, rows: int) -> int:
