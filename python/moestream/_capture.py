@@ -260,24 +260,21 @@ class _Recorder:
             if not self._layout_checked:
                 _check_layout(node)
                 self._layout_checked = True
-            return self._ask(node) if ask else self._take_weights(node)
+            return self._is_wanted(node) if ask else self._take(node)
         except BaseException as error:
             self._failure = error
             return not ask
 
-    def _ask(self, node: Any) -> bool:
-        if _WEIGHTED.fullmatch(_ffi.string(node.name)):
-            return True
-        if node.src[2] and node.src[0] and (found := _EXPERT_PRODUCT.fullmatch(_ffi.string(node.src[0].name))):
-            # A device computes its part of the graph when all that flows into it is there: so the choice is.
-            self._chosen[int(found[1])] = _rows(node.src[2], _I32, 0)
-        return False
+    def _is_wanted(self, node: Any) -> bool:
+        layer = _layer_of_product(node)
+        return bool(_WEIGHTED.fullmatch(_ffi.string(node.name))) or (layer is not None and layer not in self._chosen)
 
-    def _take_weights(self, node: Any) -> bool:
-        found = _WEIGHTED.fullmatch(_ffi.string(node.name))
-        assert found is not None
+    def _take(self, node: Any) -> bool:
         # The first in a layer: grovemoe then takes other experts of the same name.
-        self._weighted.setdefault(int(found[1]), _rows(node.src[1], _F32, 1))
+        if (layer := _layer_of_product(node)) is not None:
+            self._chosen[layer] = _rows(node.src[2], _I32, 0)
+        elif found := _WEIGHTED.fullmatch(_ffi.string(node.name)):
+            self._weighted.setdefault(int(found[1]), _rows(node.src[1], _F32, 1))
         return True
 
     def end_batch(self, n_tokens: int) -> None:
@@ -306,6 +303,14 @@ class _Recorder:
                     )
         self.experts.append(np.stack([chosen[layer] for layer in self.layers], axis=1))
         self.weights.append(np.stack([weighted[layer] for layer in self.layers], axis=1).astype(np.float16))
+
+
+def _layer_of_product(node: Any) -> int | None:
+    """The layer whose experts a node multiplies by, or None."""
+    if not (node.src[2] and node.src[0]):
+        return None
+    found = _EXPERT_PRODUCT.fullmatch(_ffi.string(node.src[0].name))
+    return int(found[1]) if found else None
 
 
 def _check_layout(tensor: Any) -> None:
