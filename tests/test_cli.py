@@ -122,6 +122,8 @@ def test_text_goes_to_stdout_and_the_summary_to_stderr(model: Path) -> None:
     assert re.search(r"^memory +[\d.]+ [KMG]iB peak RSS, [\d.]+ [KMG]iB on disk$", run.stderr, re.M)
     assert re.search(r"^reading +(uring|pread|mmap), ", run.stderr, re.M)
     assert re.search(r"^compute +(plain|interleaved|mixed) kernels, 1 thread$", run.stderr, re.M)
+    parts = re.search(r"^token +attention (\d+)%, router (\d+)%, experts (\d+)%, waiting (\d+)%, other (\d+)%$", run.stderr, re.M)
+    assert parts and 98 <= sum(map(int, parts.groups())) <= 102
     assert max(map(len, run.stderr.splitlines())) <= 100
 
 

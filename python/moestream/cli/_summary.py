@@ -11,6 +11,7 @@ from ..memory import format_size
 from ._output import print_columns, versions
 
 if TYPE_CHECKING:
+    from ..stats import ExpertStats
     from .generate import Generation
 
 _WIDTH = 96
@@ -109,6 +110,8 @@ def _facts(generation: Generation) -> Iterator[tuple[str, str]]:
         speed = f" at {format_size(stats.read_bandwidth)}/s" if stats.bytes_read else ""
         yield "reading", f"{stats.reader}, {access}; {format_size(stats.bytes_read)} read{speed}"
         yield "compute", f"{stats.kernels} kernels, {threads}"
+        if generation.decode_stats is not None and generation.decode_stats.tokens:
+            yield "token", _parts(generation.decode_stats)
     first_token_s = generation.first_token_s
     first_token = "" if first_token_s is None else f", then {_duration(first_token_s)} to the first token"
     yield "load", f"{_duration(generation.load_s)}{first_token}"
@@ -116,6 +119,19 @@ def _facts(generation: Generation) -> Iterator[tuple[str, str]]:
     if stats is not None:
         for note in stats.notes:
             yield "note", note
+
+
+def _parts(stats: ExpertStats) -> str:
+    """Where the time of a token goes, in hundredths."""
+    parts = {
+        "attention": stats.attention_s,
+        "router": stats.router_s,
+        "experts": stats.compute_s,
+        "waiting": stats.wait_s,
+        "other": stats.other_s,
+    }
+    whole = sum(parts.values())
+    return ", ".join(f"{name} {seconds / whole:.0%}" for name, seconds in parts.items())
 
 
 def how_it_ended(generation: Generation) -> str:

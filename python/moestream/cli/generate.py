@@ -135,6 +135,7 @@ def generate(
     mmap: bool = True,
     expert_cache: int | str = "auto",
     kernels: str = "auto",
+    compute: str = "exact",
     reader: str = "auto",
     direct: bool | Literal["auto"] = "auto",
     verify: bool = False,
@@ -171,7 +172,7 @@ def generate(
         expert_streaming: False loads the whole model, as llama_cpp.Llama does, to compare with.
         mmap: Without `expert_streaming`, map the file instead of reading it, as llama_cpp.Llama does by default. Pages of
             weights that are repacked stay mapped and count twice in the resident memory.
-        expert_cache, kernels, reader, direct, verify: As in `moestream.ExpertStreaming`.
+        expert_cache, kernels, compute, reader, direct, verify: As in `moestream.ExpertStreaming`.
         on_text: Is handed each piece of text as it is made.
         load_progress: Is told the share of the model that is loaded, from 0 to 1; what it raises breaks loading off. It
             is not called without `expert_streaming`.
@@ -198,10 +199,12 @@ def generate(
         raise OptionError(f"--cache-type-v {cache_type_v} needs flash attention: add -fa on")
     if lora is not None and not Path(lora).is_file():
         raise OptionError(f"--lora: there is no file {lora}")
-    streaming = ExpertStreaming(cache=expert_cache, kernels=kernels, reader=reader, direct=direct, verify=verify)
+    streaming = ExpertStreaming(
+        cache=expert_cache, kernels=kernels, compute=compute, reader=reader, direct=direct, verify=verify
+    )
     if not expert_streaming and streaming != ExpertStreaming():
         raise OptionError(
-            "--no-expert-streaming leaves no use for --expert-cache, --kernels, --reader, --direct and --verify"
+            "--no-expert-streaming leaves no use for --expert-cache, --kernels, --compute, --reader, --direct and --verify"
         )
     path = locate(model, hf_repo, hf_file)
     if expert_streaming:
@@ -388,6 +391,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     streaming = parser.add_argument_group("expert streaming")
     add_cache_arguments(streaming)
+    streaming.add_argument(
+        "--compute",
+        choices=("exact", "fast", "ggml"),
+        default="exact",
+        help="a layer's experts as one operation with llama.cpp's bits (default), with faster sums in prompts, or node by node",
+    )
     streaming.add_argument(
         "--direct",
         action=argparse.BooleanOptionalAction,
