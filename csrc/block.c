@@ -101,6 +101,7 @@ struct worker {
 struct run {
     const struct ms_source *source;
     struct ms_store *store;
+    const struct ms_products *products;
     const struct ms_block_nodes *nodes;
     const struct ms_product *first[2], *down;
     struct ms_view first_view[2], down_view;
@@ -266,6 +267,7 @@ bool ms_block_recognise(struct ggml_cgraph *graph, int begin, int end, ms_expert
         nodes->down = node;
         nodes->down_matrix = tensor->matrix;
         nodes->end = i + 1;
+        if (i + 1 == ggml_graph_n_nodes(graph)) return false; /* cut off here by who looks at down; perhaps also at what it is made of */
         if (is_used_again(graph, i + 1, nodes)) return false;
         const struct ggml_tensor *glu = nodes->rowwise[0];
         if (nodes->n_rowwise == 1 && nodes->n_first == 2 && glu->op == GGML_OP_GLU && gives_zeros(glu) && glu->src[1])
@@ -709,6 +711,7 @@ static void read_ahead(struct ms_block *block) {
     struct run *run = &block->run;
     int next = run->nodes->layer + 1;
     if (next >= run->source->n_layers || run->n_entries < 2) return;
+    if (!ms_product_of(run->products, next, 0)) return; /* in the file, but llama.cpp did not load it */
     int n_experts = run->source->layers[next].n_experts, of = run->source->layers[run->nodes->layer].n_experts, n = 0;
     double unused = 1.0 - (double)run->n_entries / of;
     int most = run->store->capacity(run->store, next) / 2;
@@ -996,7 +999,7 @@ enum ggml_status ms_block_compute(struct ms_block *block, ggml_backend_t cpu, in
         ms_fail(0, err, errlen, "out of memory for %d layers", source->n_layers);
         return GGML_STATUS_ALLOC_FAILED;
     }
-    *run = (struct run){.source = source, .store = store, .nodes = nodes, .n_entries = n, .n_rows = (int)(nodes->ids->ne[0] * nodes->ids->ne[1]), .failed_entry = -1, .err = err, .errlen = errlen};
+    *run = (struct run){.source = source, .store = store, .products = products, .nodes = nodes, .n_entries = n, .n_rows = (int)(nodes->ids->ne[0] * nodes->ids->ne[1]), .failed_entry = -1, .err = err, .errlen = errlen};
     for (int i = 0; i < nodes->n_first; i++) {
         run->first[i] = ms_product_of(products, nodes->layer, nodes->first_matrix[i]);
         run->first_view[i] = store->view(store, nodes->layer, nodes->first_matrix[i]);

@@ -464,7 +464,7 @@ static enum ggml_status compute_run(struct ms_experts *experts, const struct ms_
         counters->fused_blocks++;
         return compute_block(experts, model, graph, end, &nodes, n, counters, zeros, err, errlen);
     }
-    counters->ggml_blocks++;
+    counters->ggml_blocks += uses_matrix(experts, graph, begin, end, 0); /* what lies between its products may cut a layer into several runs */
     return compute_run_lent(experts, model, graph, begin, end, l, n, counters, err, errlen);
 }
 

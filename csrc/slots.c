@@ -501,6 +501,8 @@ static void slots_prefetch(struct ms_store *store, int layer, const int32_t *exp
     struct layer_slots *ls = &pool->layers[layer];
     struct ms_read *reads = NULL;
     pthread_mutex_lock(&pool->mutex);
+    for (int i = 0; i < n; i++) /* what is there is not given up for the others */
+        if (ls->slot_of[experts[i]] >= 0) ls->class->policy->used(ls->class->policy, ls->slot_of[experts[i]]);
     for (int i = 0; i < n; i++) {
         if (ls->slot_of[experts[i]] >= 0) continue;
         struct slot *slot = ls->class->n_idle > 0 ? take_slot(pool, layer, experts[i]) : NULL;

@@ -109,7 +109,9 @@ class PythonReader:
         late_s: Seconds before each completion.
     """
 
-    def __init__(self, *, shuffle: random.Random | None = None, fails: Callable[[int], int] | None = None, late_s: float = 0) -> None:
+    def __init__(
+        self, *, shuffle: random.Random | None = None, fails: Callable[[int], int] | None = None, late_s: float = 0
+    ) -> None:
         self.struct = ffi.new("struct ms_reader *")
         self.batches: list[list[tuple[int, int]]] = []  # per submit: (offset, size) of its reads
         self.fails = fails or (lambda offset: 0)
@@ -191,6 +193,47 @@ class Store:
     def release(self, layer: int, indices: Sequence[int]) -> None:
         self._store.release(self._store, layer, ffi.new("int32_t[]", list(indices)), len(indices))
 
+    def begin(
+        self, layer: int, experts: Sequence[int], indices: Sequence[int] | None = None, *, all: bool = False
+    ) -> list[int]:
+        """The indices afterwards; -1 where nothing was pinned. Asserts that the count returned is that of new ones."""
+        before = [-1] * len(experts) if indices is None else list(indices)
+        after = ffi.new("int32_t[]", before)
+        message = ffi.new("char[]", MESSAGE_BYTES)
+        asked = ffi.new("int32_t[]", list(experts))
+        code = self._store.begin(self._store, layer, asked, len(experts), all, after, message, MESSAGE_BYTES)
+        if code < 0:
+            raise _Failure(code, ffi.string(message).decode())
+        assert code == before.count(-1) - list(after).count(-1)
+        return list(after)
+
+    def presence(self, layer: int, index: int) -> int:
+        return self._store.presence(self._store, layer, index)
+
+    def failure(self, layer: int, index: int) -> tuple[int, str]:
+        message = ffi.new("char[]", MESSAGE_BYTES)
+        return self._store.failure(self._store, layer, index, message, MESSAGE_BYTES), ffi.string(message).decode()
+
+    def events(self) -> int:
+        return self._store.events(self._store)
+
+    def wait(self, seen: int) -> None:
+        self._store.wait(self._store, seen)
+
+    def wait_for_events(self, seen: int, n: int) -> None:
+        """Until there are n more than `seen`."""
+        while (now := self.events()) < seen + n:
+            self.wait(now)
+
+    def cool(self, layer: int, indices: Sequence[int]) -> None:
+        self._store.cool(self._store, layer, ffi.new("int32_t[]", list(indices)), len(indices))
+
+    def prefetch(self, layer: int, experts: Sequence[int]) -> None:
+        self._store.prefetch(self._store, layer, ffi.new("int32_t[]", list(experts)), len(experts))
+
+    def fair_share(self, layer: int) -> int:
+        return self._store.fair_share(self._store, layer)
+
     def counters(self) -> Any:
         return self._store.counters(self._store)
 
@@ -218,7 +261,9 @@ class Store:
 
 
 @contextlib.contextmanager
-def store(source: Any, reader: Any, budget: int, *, interleaving: Any = ffi.NULL, verify: bool = False) -> Iterator[Store]:
+def store(
+    source: Any, reader: Any, budget: int, *, interleaving: Any = ffi.NULL, verify: bool = False
+) -> Iterator[Store]:
     """Slots of `budget` bytes, filled by a reader (`struct ms_reader`, or a `PythonReader`)."""
     out = ffi.new("struct ms_store **")
     pointer = reader.struct if isinstance(reader, PythonReader) else reader

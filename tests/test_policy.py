@@ -57,18 +57,35 @@ def test_asking_for_a_victim_changes_nothing(lru: Any) -> None:
     assert [victim(lru, set(range(SLOTS))) for _ in range(3)] == [0, 0, 0]
 
 
+def test_a_slot_that_cooled_goes_before_all_others(lru: Any) -> None:
+    for slot in (3, 1, 4):
+        lru.filled(lru, slot)
+    lru.cooled(lru, 4)
+    assert victim(lru, {1, 3, 4}) == 4
+    assert victim(lru, {1, 3}) == 3
+    lru.cooled(lru, 1)
+    assert victim(lru, {1, 3, 4}) == 1, "the last to cool is the first to go"
+    lru.used(lru, 1)
+    lru.used(lru, 4)
+    assert victim(lru, {1, 3, 4}) == 3, "used again, it is as any other"
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_the_order_is_that_of_use_after_any_operations(lru: Any, seed: int) -> None:
     rng = random.Random(seed)
     order: list[int] = []  # least recent first
     for _ in range(2000):
         slot = rng.randrange(SLOTS)
-        operation = rng.choice(("filled", "used", "emptied", "victim"))
+        operation = rng.choice(("filled", "used", "cooled", "emptied", "victim"))
         if operation == "victim":
             allowed = set(rng.sample(range(SLOTS), rng.randrange(SLOTS + 1)))
             assert victim(lru, allowed) == next((s for s in order if s in allowed), -1)
             continue
-        if operation == "used" and slot not in order:
+        if operation in ("used", "cooled") and slot not in order:
             continue
         getattr(lru, operation)(lru, slot)
-        order = [s for s in order if s != slot] + ([] if operation == "emptied" else [slot])
+        order = [s for s in order if s != slot]
+        if operation == "cooled":
+            order.insert(0, slot)
+        elif operation != "emptied":
+            order.append(slot)

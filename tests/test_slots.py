@@ -151,7 +151,9 @@ def test_the_readers_fill_slots_alike(name: str, direct: bool, folder: Path) -> 
 
 
 @pytest.mark.parametrize("direct", [False, True], ids=["buffered", "direct"])
-def test_checking_weights_leaves_them_as_they_are(direct: bool, folder: Path, python_reader: Callable[..., PythonReader]) -> None:
+def test_checking_weights_leaves_them_as_they_are(
+    direct: bool, folder: Path, python_reader: Callable[..., PythonReader]
+) -> None:
     with native.opened(make(folder)) as source:
         if direct and not native.direct(source):
             pytest.skip("the file system of the temporary folder refuses direct reads")
@@ -160,7 +162,9 @@ def test_checking_weights_leaves_them_as_they_are(direct: bool, folder: Path, py
             use_at_random(store, random.Random(5), 100)
 
 
-def test_what_is_interleaved_on_arrival_is_what_ggml_interleaves(folder: Path, python_reader: Callable[..., PythonReader]) -> None:
+def test_what_is_interleaved_on_arrival_is_what_ggml_interleaves(
+    folder: Path, python_reader: Callable[..., PythonReader]
+) -> None:
     reader = python_reader(shuffle=random.Random(6))
     with native.opened(make(folder)) as source, native.interleaving(source) as interleaving:
         matrices = source.layers[0].matrices
@@ -194,7 +198,9 @@ def _interleaved(store: Store, interleaving: Any, layer: int, m: int, expert: in
 # How many there are
 
 
-def test_a_budget_under_one_tokens_experts_is_refused_with_the_minimum(folder: Path, python_reader: Callable[..., PythonReader]) -> None:
+def test_a_budget_under_one_tokens_experts_is_refused_with_the_minimum(
+    folder: Path, python_reader: Callable[..., PythonReader]
+) -> None:
     reader = python_reader()
     with native.opened(make(folder, **MODELS["slots of several sizes"])) as source:
 
@@ -250,7 +256,9 @@ def test_a_budget_for_all_holds_all(folder: Path, python_reader: Callable[..., P
                 for layer in range(source.n_layers):
                     store.release(layer, store.acquire(layer, list(range(8))))
             counters = store.counters()
-            assert counters.misses == counters.hits == counters.slots_used == counters.slots_total == 8 * source.n_layers
+            assert (
+                counters.misses == counters.hits == counters.slots_used == counters.slots_total == 8 * source.n_layers
+            )
             assert counters.capacity_bytes == counters.resident_bytes == maximum(source)
 
 
@@ -268,7 +276,9 @@ def test_all_that_a_layer_lacks_is_asked_for_at_once(folder: Path, python_reader
         assert (counters.hits, counters.misses) == (2, 4)
 
 
-def test_an_expert_that_is_being_read_is_not_read_twice(folder: Path, python_reader: Callable[..., PythonReader]) -> None:
+def test_an_expert_that_is_being_read_is_not_read_twice(
+    folder: Path, python_reader: Callable[..., PythonReader]
+) -> None:
     reader = python_reader()
     with native.opened(make(folder)) as source, native.store(source, reader, maximum(source)) as store:
         reader.hold()
@@ -290,6 +300,258 @@ def _checked(store: Store, layer: int, experts: list[int]) -> list[int]:
     return indices
 
 
+# What is begun and not waited for
+
+
+def test_begin_takes_what_there_is_room_for_and_what_is_there_first(
+    folder: Path, python_reader: Callable[..., PythonReader]
+) -> None:
+    with native.opened(make(folder)) as source, native.store(source, python_reader(), minimum(source)) as store:
+        assert store.capacity(0) == 8
+        held = store.acquire(0, [0, 1, 2, 3, 4, 5])
+        store.release(1, store.acquire(1, [7]))
+        indices = store.begin(1, [3, 4, 5, 7])  # room for two, one of which 7 has
+        assert [index >= 0 for index in indices] == [True, False, False, True]
+        assert store.begin(1, [3, 4, 5, 7], indices) == indices, "there is no more room"
+        counters = store.counters()
+        assert (counters.hits, counters.misses) == (1, 8)
+        store.release(0, held)
+        more = store.begin(1, [3, 4, 5, 7], indices)
+        assert [more[0], more[3]] == [indices[0], indices[3]], "what was pinned stays where it is"
+        for index in more:
+            _wait_for(store, 1, index)
+        store.check(1, [3, 4, 5, 7], more)
+        store.release(1, more)
+        store.release(0, store.acquire(0, list(range(8))))  # waits for ever if something was pinned twice
+
+
+def _wait_for(store: Store, layer: int, index: int) -> int:
+    """The presence of a pinned expert, once it is known."""
+    while True:
+        seen = store.events()
+        if presence := store.presence(layer, index):
+            return presence
+        store.wait(seen)
+
+
+def _is_blocked(thread: threading.Thread) -> bool:
+    thread.join(0.1)
+    return thread.is_alive()
+
+
+def test_begin_with_all_waits_until_another_makes_room(
+    folder: Path, python_reader: Callable[..., PythonReader]
+) -> None:
+    with native.opened(make(folder)) as source, native.store(source, python_reader(), minimum(source)) as store:
+        held = store.acquire(0, [0, 1, 2, 3, 4, 5])
+        got: list[int] = []
+        thread = threading.Thread(target=lambda: got.extend(store.begin(1, [1, 2, 3], all=True)))
+        thread.start()
+        assert _is_blocked(thread) and not got
+        assert store.counters().misses == 6, "it holds some while it waits for others"
+        store.release(0, held[:1])
+        thread.join(10)
+        assert len(got) == 3 and min(got) >= 0
+        for index in got:
+            assert _wait_for(store, 1, index) == 1
+        store.check(1, [1, 2, 3], got)
+        store.release(1, got)
+        store.release(0, held[1:])
+
+
+def test_presence_is_0_until_all_of_an_expert_is_there(
+    folder: Path, python_reader: Callable[..., PythonReader]
+) -> None:
+    with native.opened(make(folder)) as source:
+        bad = source.layers[0].matrices[1].offset + 2 * source.layers[0].matrices[1].slice_bytes
+        reader = python_reader(fails=lambda at: -errno.EIO if at == bad else 0)
+        with native.store(source, reader, maximum(source)) as store:
+            reader.hold()
+            good, failed = store.begin(0, [6, 2])
+            reader.wait_for_pending(6)
+            assert [store.presence(0, good), store.presence(0, failed)] == [0, 0]
+            reader.resume()
+            assert _wait_for(store, 0, good) == 1
+            store.check(0, [6], [good])
+            assert _wait_for(store, 0, failed) == -errno.EIO
+            code, message = store.failure(0, failed)
+            assert code == -errno.EIO
+            assert message.endswith(
+                f"at offset {bad} ({source.layers[0].matrices[1].slice_bytes} bytes): Input/output error"
+            )
+            assert "reading expert 2 of blk.0.ffn_" in message
+            store.release(0, [good, failed])
+            assert store.counters().slots_used == 1, "the expert that failed has a slot"
+            reader.fails = lambda at: 0
+            store.release(0, _checked(store, 0, [2]))
+
+
+def test_a_wait_ends_with_an_event_and_not_before(folder: Path, python_reader: Callable[..., PythonReader]) -> None:
+    reader = python_reader()
+    with native.opened(make(folder)) as source, native.store(source, reader, maximum(source)) as store:
+        reader.hold()
+        seen = store.events()
+        indices = store.begin(0, [1])
+        thread = threading.Thread(target=store.wait, args=(seen,))
+        thread.start()
+        assert _is_blocked(thread)
+        reader.resume()
+        thread.join(10)
+        assert not thread.is_alive()
+        assert store.events() > seen
+        store.wait(seen)  # what happened already is not waited for
+        seen = store.events()
+        store.release(0, indices)
+        store.wait(seen)  # a release is one
+
+
+def test_what_arrives_is_converted_without_anyone_in_acquire(
+    folder: Path, python_reader: Callable[..., PythonReader]
+) -> None:
+    reader = python_reader(shuffle=random.Random(12))
+    with native.opened(make(folder)) as source, native.interleaving(source) as interleaving:
+        if interleaving == ffi.NULL or not lib.ms_interleaving_prototype(
+            interleaving, ffi.addressof(source.layers[0].matrices[0])
+        ):
+            pytest.skip("ggml interleaves no Q4_0 of this shape on this CPU")
+        with native.store(source, reader, maximum(source), interleaving=interleaving, verify=True) as store:
+            experts = list(range(8))
+            indices = store.begin(0, experts)
+            assert [_wait_for(store, 0, index) for index in indices] == [1] * 8
+            for expert, index in zip(experts, indices, strict=True):
+                for m in range(source.layers[0].n_matrices):
+                    assert store.held(0, m, index) == _interleaved(store, interleaving, 0, m, expert)
+            store.release(0, indices)
+            assert store.counters().convert_ns > 0
+
+
+def test_begin_of_an_expert_on_its_way_does_not_read_it_again(
+    folder: Path, python_reader: Callable[..., PythonReader]
+) -> None:
+    reader = python_reader()
+    with native.opened(make(folder)) as source, native.store(source, reader, maximum(source)) as store:
+        reader.hold()
+        store.prefetch(0, [3])
+        (first,) = store.begin(0, [3])
+        (second,) = store.begin(0, [3])
+        assert first == second
+        assert [len(batch) for batch in reader.batches] == [3]
+        reader.resume()
+        assert _wait_for(store, 0, first) == 1
+        store.check(0, [3], [first])
+        store.release(0, [first, second])
+        counters = store.counters()
+        assert (counters.hits, counters.misses) == (1, 1)
+
+
+# Advice
+
+
+def test_what_cooled_goes_before_what_was_used_longer_ago(
+    folder: Path, python_reader: Callable[..., PythonReader]
+) -> None:
+    with native.opened(make(folder)) as source, native.store(source, python_reader(), minimum(source)) as store:
+        indices = store.acquire(0, list(range(8)))
+        store.cool(0, indices[5:6])
+        store.check(0, range(8), indices)
+        store.release(0, indices)
+        store.release(1, store.acquire(1, [0]))
+        before = store.counters().hits
+        store.release(0, store.acquire(0, [0, 1, 2, 3, 4, 6, 7]))
+        assert store.counters().hits - before == 7
+
+
+def test_an_expert_asked_for_ahead_is_a_miss_once_and_then_a_hit(
+    folder: Path, python_reader: Callable[..., PythonReader]
+) -> None:
+    reader = python_reader()
+    with native.opened(make(folder)) as source, native.store(source, reader, minimum(source)) as store:
+        seen = store.events()
+        store.prefetch(2, [4, 1])
+        store.wait_for_events(seen, 2)
+        counters = store.counters()
+        assert (counters.hits, counters.misses, counters.slots_used) == (0, 0, 2)
+        for hits in range(3):
+            store.release(2, _checked(store, 2, [1]))
+            counters = store.counters()
+            assert (counters.hits, counters.misses) == (hits, 1)
+        store.prefetch(2, [1, 4])
+        assert [len(batch) for batch in reader.batches] == [6], "what is there was read again"
+
+
+def test_what_was_asked_for_ahead_is_not_pinned(folder: Path, python_reader: Callable[..., PythonReader]) -> None:
+    with native.opened(make(folder)) as source, native.store(source, python_reader(), minimum(source)) as store:
+        seen = store.events()
+        store.prefetch(0, list(range(8)))
+        store.wait_for_events(seen, 8)
+        indices = store.acquire(1, list(range(8)))  # waits for ever for a slot that is pinned
+        store.check(1, range(8), indices)
+        store.release(1, indices)
+
+
+def test_reading_ahead_takes_no_slot_that_is_pinned_or_that_it_was_asked_for(
+    folder: Path, python_reader: Callable[..., PythonReader]
+) -> None:
+    reader = python_reader()
+    with native.opened(make(folder)) as source, native.store(source, reader, minimum(source)) as store:
+        held = store.acquire(0, list(range(7)))
+        store.release(1, store.acquire(1, [6]))  # the only one that may go
+        n_batches = len(reader.batches)
+        seen = store.events()
+        store.prefetch(1, [2, 6])
+        store.wait_for_events(seen, 1)
+        assert len(reader.batches) == n_batches + 1, "there was room for one"
+        (other,) = store.acquire(1, [6])
+        store.prefetch(1, [3])
+        assert len(reader.batches) == n_batches + 2, "there was no room"
+        store.release(1, [other])
+        store.check(0, range(7), held)
+        store.release(0, held)
+
+    with native.opened(make(folder)) as source, native.store(source, reader, minimum(source)) as store:
+        store.release(1, store.acquire(1, [6]))  # the least recently used
+        store.release(0, store.acquire(0, list(range(7))))
+        seen = store.events()
+        store.prefetch(1, [2, 6])
+        store.wait_for_events(seen, 1)
+        before = store.counters()
+        store.release(1, _checked(store, 1, [2, 6]))
+        after = store.counters()
+        assert (after.hits - before.hits, after.misses - before.misses) == (1, 1)
+        assert after.reads - before.reads == 0, "6 was given up for 2"
+
+
+def test_a_read_ahead_that_fails_leaves_no_trace(folder: Path, python_reader: Callable[..., PythonReader]) -> None:
+    reader = python_reader(fails=lambda at: -errno.EIO)
+    with native.opened(make(folder)) as source, native.store(source, reader, minimum(source)) as store:
+        seen = store.events()
+        store.prefetch(3, [5])
+        store.wait_for_events(seen, 1)
+        assert store.counters().slots_used == 0
+        reader.fails = lambda at: 0
+        store.release(3, _checked(store, 3, [5]))
+        assert [len(batch) for batch in reader.batches] == [3, 3]
+        store.release(0, store.acquire(0, list(range(8))))
+
+
+@pytest.mark.parametrize("share", [0, 0.3, 1])
+@pytest.mark.parametrize("model", ["one class", "slots of several sizes"])
+def test_fair_shares_are_a_tokens_experts_at_least_and_fit_together(
+    model: str, share: float, folder: Path, python_reader: Callable[..., PythonReader]
+) -> None:
+    with native.opened(make(folder, **MODELS[model])) as source:
+        budget = int(minimum(source) + share * (maximum(source) - minimum(source)))
+        with native.store(source, python_reader(), budget) as store:
+            classes: dict[int, list[int]] = {}
+            for layer in range(source.n_layers):
+                classes.setdefault(slot_bytes(source, layer), []).append(layer)
+            for layers in classes.values():
+                shares = [store.fair_share(layer) for layer in layers]
+                assert min(shares) >= source.n_experts_used
+                assert len(set(shares)) == 1, "layers of as many experts"
+                assert store.capacity(layers[0]) - len(layers) < sum(shares) <= store.capacity(layers[0])
+
+
 # What fails
 
 
@@ -307,10 +569,14 @@ def test_a_read_that_fails_names_file_tensor_expert_and_offset(
             code, message = failure(store.acquire, 2, [1, 5])
             assert code == -errno.EIO
             name = ffi.string(m.name).decode()
-            assert message == (f"{path}: reading expert 5 of {name} at offset {offset} ({m.slice_bytes} bytes): Input/output error")
+            assert message == (
+                f"{path}: reading expert 5 of {name} at offset {offset} ({m.slice_bytes} bytes): Input/output error"
+            )
 
 
-def test_a_call_that_fails_holds_nothing_and_the_next_works(folder: Path, python_reader: Callable[..., PythonReader]) -> None:
+def test_a_call_that_fails_holds_nothing_and_the_next_works(
+    folder: Path, python_reader: Callable[..., PythonReader]
+) -> None:
     broken = True
     with native.opened(make(folder)) as source:
         m = source.layers[0].matrices[1]
@@ -328,7 +594,9 @@ def test_a_call_that_fails_holds_nothing_and_the_next_works(folder: Path, python
             store.release(0, _checked(store, 0, [3, 5]))
 
 
-def test_errors_in_the_middle_of_any_use_leave_the_pool_whole(folder: Path, python_reader: Callable[..., PythonReader]) -> None:
+def test_errors_in_the_middle_of_any_use_leave_the_pool_whole(
+    folder: Path, python_reader: Callable[..., PythonReader]
+) -> None:
     rng, order = random.Random(9), random.Random(10)
     reader = python_reader(fails=lambda at: -errno.EIO if rng.random() < 0.05 else 0, shuffle=order)
     failed = 0
@@ -350,7 +618,9 @@ def test_errors_in_the_middle_of_any_use_leave_the_pool_whole(folder: Path, pyth
     assert 0 < failed < 300
 
 
-def test_whoever_waits_for_the_same_read_fails_with_it(folder: Path, python_reader: Callable[..., PythonReader]) -> None:
+def test_whoever_waits_for_the_same_read_fails_with_it(
+    folder: Path, python_reader: Callable[..., PythonReader]
+) -> None:
     with native.opened(make(folder)) as source:
         m = source.layers[0].matrices[0]
         reader = python_reader(fails=lambda at: -errno.EIO if at == m.offset else 0)
@@ -369,7 +639,9 @@ def test_whoever_waits_for_the_same_read_fails_with_it(folder: Path, python_read
             assert store.counters().slots_used == 1
 
 
-def test_a_damaged_expert_is_found_only_when_asked_to(folder: Path, tmp_path: Path, python_reader: Callable[..., PythonReader]) -> None:
+def test_a_damaged_expert_is_found_only_when_asked_to(
+    folder: Path, tmp_path: Path, python_reader: Callable[..., PythonReader]
+) -> None:
     path = tmp_path / "damaged.gguf"
     path.write_bytes(make(folder).read_bytes())
     with native.opened(path) as source:
@@ -430,3 +702,69 @@ def hammer(path: Path, n_threads: int, interleaved: bool) -> str:
 def test_threads_that_want_more_than_there_is_take_turns(n_threads: int, interleaved: bool, folder: Path) -> None:
     path = make(folder, topk=1, layers=2)
     assert isolated(hammer, path, n_threads, interleaved, timeout_s=30) == ""
+
+
+def hammer_piecemeal(path: Path, n_threads: int, interleaved: bool) -> str:
+    """Threads that compute as blocks do: begin some, use what is there, cool, release, ask ahead; reads fail now and then."""
+    wrong: list[str] = []
+    errors = random.Random(13)
+    reader = PythonReader(shuffle=random.Random(14), fails=lambda at: -errno.EIO if errors.random() < 0.02 else 0)
+    failed = 0
+    with contextlib.ExitStack() as stack:
+        source = stack.enter_context(native.opened(path))
+        how = stack.enter_context(native.interleaving(source)) if interleaved else ffi.NULL
+        store = stack.enter_context(native.store(source, reader, minimum(source), interleaving=how))
+
+        def use(layer: int, expert: int, index: int) -> int:
+            presence = store.presence(layer, index)
+            if presence > 0 and not interleaved:
+                store.check(layer, [expert], [index])
+            if presence:
+                store.cool(layer, [index])
+                store.release(layer, [index])
+            return presence
+
+        def work(seed: int) -> None:
+            nonlocal failed
+            rng = random.Random(seed)
+            try:
+                for _ in range(40):
+                    layer = rng.randrange(source.n_layers)
+                    experts = rng.sample(range(8), rng.randint(1, 8))
+                    indices, left = [-1] * len(experts), set(range(len(experts)))
+                    if rng.random() < 0.3 and len(experts) <= store.capacity(layer):
+                        indices = store.begin(layer, experts, all=True)
+                    while left:
+                        seen = store.events()
+                        for i in sorted(left):
+                            if indices[i] >= 0 and (presence := use(layer, experts[i], indices[i])):
+                                left.remove(i)
+                                failed += presence < 0
+                        rest = sorted(i for i in left if indices[i] < 0)
+                        begun = store.begin(layer, [experts[i] for i in rest]) if rest else []
+                        for i, index in zip(rest, begun, strict=True):
+                            indices[i] = index
+                        if left and all(index < 0 for index in begun):
+                            store.wait(seen)
+                    store.prefetch(rng.randrange(source.n_layers), rng.sample(range(8), 2))
+            except BaseException as error:
+                wrong.append(repr(error))
+
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(n_threads)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        reader.fails = lambda at: 0
+        for layer in range(source.n_layers):  # waits for ever for a pin that was left behind
+            store.release(layer, store.acquire(layer, list(range(store.capacity(layer)))[:8]))
+        if not failed:
+            wrong.append("no read failed")
+        reader.close()
+    return "\n".join(wrong)
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["plain", "interleaved"])
+def test_threads_that_compute_piece_by_piece_take_turns(interleaved: bool, folder: Path) -> None:
+    path = make(folder, topk=1, layers=2)
+    assert isolated(hammer_piecemeal, path, 4, interleaved, timeout_s=30) == ""
