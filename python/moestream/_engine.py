@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 
+from . import _openmp
 from ._native import MESSAGE_BYTES, check, ffi, lib, text
 from .errors import CacheTooSmallError, ExpertReadError, ModelError, MoestreamError, OptionError
 from .memory import available_bytes, format_size
@@ -64,7 +65,7 @@ class Engine:
         check(lib.ms_engine_open, os.fsencode(path), native, out, error=ModelError)
         self._engine = out[0]
         self.description: ModelDescription = describe_source(lib.ms_engine_source(self._engine), Path(path))
-        self._notes: list[str] = []
+        self._notes: list[str] = [*_openmp.notes()]
         self._decode_ns = 0
 
     @property
@@ -198,6 +199,10 @@ class Engine:
                 yield
         finally:
             self._decode_ns += time.perf_counter_ns() - began
+
+    def wait_s(self) -> float:
+        """``wait_s`` of the stats, at the price of a microsecond."""
+        return lib.ms_engine_stats(self._open).wait_ns / 1e9
 
     def stats(self) -> ExpertStats:
         s = lib.ms_engine_stats(self._open)

@@ -14,6 +14,7 @@ from typing import Any
 
 from cffi import FFI
 
+from . import _openmp
 from .errors import ExpertReadError, MoestreamError
 
 __all__ = ["LIBRARY", "check", "ffi", "lib", "text"]
@@ -35,7 +36,8 @@ def _declarations(header: str) -> str:
 
 def _open() -> Any:
     try:
-        import llama_cpp  # noqa: F401  loads the libraries that ours is linked against
+        with _openmp.short_spins():
+            import llama_cpp  # noqa: F401  loads the libraries that ours is linked against
     except ImportError as error:
         raise ImportError(f"moestream needs llama-cpp-python: pip install llama-cpp-python ({error})") from error
     ffi.cdef(_declarations((_FOLDER / "moestream.h").read_text()))

@@ -11,13 +11,15 @@ import os
 import types
 import warnings
 from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import llama_cpp
 from llama_cpp import _internals as stock_internals
 from llama_cpp import llama as stock_module
 
-from . import _hub
+from . import _hub, _threads
 from ._engine import Engine
 from ._native import lib, text
 from .errors import ExpertReadError, ModelError, OptionError
@@ -144,14 +146,45 @@ def _last_cause(errors: list[str]) -> str:
 class _StreamedContext(stock_internals.LlamaContext):
     """A llama_context whose model's experts get their memory once it is known what is left."""
 
-    def __init__(self, *, model: _StreamedModel, params: Any, verbose: bool = True, engine: Engine, allocated_before: tuple[int, int]) -> None:
+    def __init__(
+        self,
+        *,
+        model: _StreamedModel,
+        params: Any,
+        verbose: bool = True,
+        engine: Engine,
+        allocated_before: tuple[int, int],
+        choose_threads: bool,
+    ) -> None:
         self._engine = engine
+        self.threads: _threads.DecodeThreads | None = None
         super().__init__(model=model, params=params, verbose=verbose)
+        if choose_threads:
+            self.threads = self._chosen_threads()
         (allocated, resident), (allocated_then, resident_then) = private_bytes(), allocated_before
         engine.start(untouched=max(0, (allocated - allocated_then) - (resident - resident_then)))
 
+    def _chosen_threads(self) -> _threads.DecodeThreads:
+        ctx, n_batch = self.ctx, self.params.n_threads_batch  # and not self: a cycle would keep the context alive
+        memory = _threads.Memory(Path(self.model.path_model))
+        best = memory.recall()
+        return _threads.DecodeThreads(
+            best or self.params.n_threads,
+            set_threads=lambda n: llama_cpp.llama_set_n_threads(ctx, n, n_batch),
+            known=best is not None,
+            candidates=_threads.candidates(),
+            remember=memory.remember,
+            core_wait_s=_threads.core_wait_s,
+            expert_wait_s=self._engine.wait_s,
+        )
+
+    def set_n_threads(self, n_threads: int, n_threads_batch: int) -> None:
+        self.threads = None  # the user chose
+        super().set_n_threads(n_threads, n_threads_batch)
+
     def decode(self, batch: stock_internals.LlamaBatch) -> None:
-        with self._engine.decoding():
+        one = self.threads is not None and batch.n_tokens() == 1
+        with self._engine.decoding(), self.threads.token() if one else contextlib.nullcontext():
             super().decode(batch)
 
     def encode(self, batch: stock_internals.LlamaBatch) -> None:
@@ -211,7 +244,10 @@ class Llama(llama_cpp.Llama):
         load_progress: Called with the share of the model loaded, 0.0 to 1.0.
         **kwargs: Everything else as in :class:`llama_cpp.Llama`. With streaming,
             ``use_mmap`` has no meaning (dense weights are always in anonymous
-            memory) and ``use_mlock`` is refused.
+            memory) and ``use_mlock`` is refused. Without ``n_threads`` the
+            number of decode threads is the one that is fastest here, and fewer
+            while other programs want the cores; with ``flash_attn``, whose
+            result depends on the number, it is the physical cores.
 
     Raises:
         OptionError: an unknown keyword, or options that cannot work here.
@@ -229,6 +265,7 @@ class Llama(llama_cpp.Llama):
     ) -> None:
         self._engine: Engine | None = None
         self._expert_streaming = expert_streaming
+        self._threads_given = True
         self._stack = contextlib.ExitStack()
         self._sampler = None
         _refuse_unknown(kwargs, _STOCK_PARAMETERS)
@@ -250,6 +287,9 @@ class Llama(llama_cpp.Llama):
         if kwargs.get("use_mlock"):
             raise OptionError("use_mlock=True would lock the whole model in memory, which streaming exists to avoid; leave it out")
         options = ExpertStreaming() if expert_streaming is True else expert_streaming
+        self._threads_given = bool(kwargs.get("n_threads"))
+        if not self._threads_given:
+            kwargs["n_threads"] = _threads.default_threads()
         model_path = os.fspath(model_path)
         before = private_bytes()
         self._engine = Engine(model_path, options, experts_used=_expert_count_override(kwargs.get("kv_overrides")))
@@ -259,7 +299,13 @@ class Llama(llama_cpp.Llama):
                 logger.info("%s", note)
             init = _stock_init(
                 functools.partial(_StreamedModel, engine=self._engine, load_progress=load_progress),
-                functools.partial(_StreamedContext, engine=self._engine, allocated_before=before),
+                functools.partial(
+                    _StreamedContext,
+                    engine=self._engine,
+                    allocated_before=before,
+                    # what flash attention computes depends on their number, which so must not change under way
+                    choose_threads=not self._threads_given and not kwargs.get("flash_attn"),
+                ),
             )
             errors: list[str] = []
             with _collected_errors(errors, forward=True) if kwargs.get("lora_path") else contextlib.nullcontext():
@@ -343,7 +389,21 @@ class Llama(llama_cpp.Llama):
         """
         if self._engine is None:
             raise OptionError("this model is not streamed: load it with expert_streaming=True for expert_stats()")
-        return self._engine.stats()
+        stats = self._engine.stats()
+        threads = self._ctx.threads
+        return stats if threads is None else replace(stats, notes=(*stats.notes, threads.note))
+
+    @property
+    def decode_threads(self) -> int:
+        """Threads that the next token will be decoded with.
+
+        Raises:
+            MoestreamError: the model is closed.
+        """
+        if self._engine is None:
+            return self.n_threads
+        self._engine.require_open()
+        return self.n_threads if self._ctx.threads is None else self._ctx.threads.n
 
     def close(self) -> None:
         """Frees the model, its contexts and the expert cache. Further calls fail."""
@@ -352,7 +412,8 @@ class Llama(llama_cpp.Llama):
             self._engine.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "expert_streaming": self._expert_streaming}
+        state = {**super().__getstate__(), "expert_streaming": self._expert_streaming}
+        return state if self._threads_given else {**state, "n_threads": None}
 
 
 _OWN_PARAMETERS = ("expert_streaming", "load_progress")

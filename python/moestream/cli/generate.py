@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .. import memory
 from .._hub import split_set
+from .._threads import default_threads
 from ..errors import ModelError, MoestreamError, OptionError
 from ._interrupt import INTERRUPTED, Interrupt
 from ._model import add_model_arguments, locate
@@ -66,7 +67,7 @@ class Generation:
         prompt_stats: What the prompt asked of the experts; None if they were not streamed.
         decode_stats: The same of decode.
         stats: The same since the model was loaded, with what does not change.
-        threads: Threads of decode.
+        threads: Threads of decode, at its end.
         context_tokens: Tokens that prompt and text may have together: no more than the model was trained with.
         trained_tokens: What that is.
         rss_before_bytes: Resident memory of this process before the model was loaded.
@@ -156,8 +157,9 @@ def generate(
         n_predict: Tokens to write at most; -1 writes until the text ends or the context is full; 0 writes nothing.
         ctx_size: Tokens that prompt and text may have together; 0 is what the model was trained with, and more than that
             are never written.
-        threads: Threads of decode, by default one per physical core this process may use.
-        threads_batch: Threads of prompts, by default `threads`.
+        threads: Threads of decode. By default the number that is fastest here, which is measured once for a model, and
+            fewer while other programs want the cores; without `expert_streaming` the physical cores.
+        threads_batch: Threads of prompts, by default `threads`, else the physical cores.
         batch_size: Tokens llama.cpp is handed at once at most.
         ubatch_size: Tokens it computes at once at most. The prompt is evaluated in pieces of this size.
         temp: Temperature; 0 always takes the likeliest token.
@@ -212,7 +214,6 @@ def generate(
     else:
         bytes_on_disk = sum(shard.stat().st_size for shard in _shards(path))
     seed = secrets.randbelow(_SEED_END) if seed == -1 else seed
-    threads = threads or default_threads()
 
     rss_before_bytes = memory.rss_bytes()
     started = time.perf_counter()
@@ -223,8 +224,8 @@ def generate(
         n_ctx=ctx_size,
         n_batch=batch_size,
         n_ubatch=ubatch_size,
-        n_threads=threads,
-        n_threads_batch=threads_batch or threads,
+        n_threads=threads if expert_streaming else threads or default_threads(),
+        n_threads_batch=threads_batch or threads or default_threads(),
         last_n_tokens_size=repeat_last_n,
         lora_path=None if lora is None else str(lora),
         use_mmap=mmap,
@@ -260,6 +261,7 @@ def generate(
         whole = evaluated == len(prompt_tokens)
         written = _write(llm, draws, room, on_text, should_stop) if whole else _Written(finish_reason="interrupted")
         stats += [llm.expert_stats()] if expert_streaming else []
+        decode_threads = llm.decode_threads
 
     finish_reason = written.finish_reason
     if finish_reason == "length" and room != n_predict:
@@ -280,7 +282,7 @@ def generate(
         prompt_stats=stats[1].since(stats[0]) if stats else None,
         decode_stats=stats[2].since(stats[1]) if stats else None,
         stats=stats[2] if stats else None,
-        threads=threads,
+        threads=decode_threads,
         context_tokens=context_tokens,
         trained_tokens=trained_tokens,
         rss_before_bytes=rss_before_bytes,
@@ -353,9 +355,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="0: as the model was trained (default: %(default)s)",
     )
-    running.add_argument(
-        "-t", "--threads", type=int, metavar="N", help="threads of decode (default: the physical cores)"
-    )
+    running.add_argument("-t", "--threads", type=int, metavar="N", help="threads of decode (default: the fastest)")
     running.add_argument(
         "-tb", "--threads-batch", type=int, metavar="N", help="threads of prompts (default: those of decode)"
     )
@@ -562,14 +562,6 @@ def _room(n_prompt: int, *, n_ctx: int, n_trained: int, n_predict: int) -> int:
         wanted = min(n_prompt + max(n_predict, 1), n_trained)
         raise OptionError(f"the prompt has {n_prompt} tokens, the context holds {n_ctx}: raise -c to {wanted}")
     return n_ctx - n_prompt if n_predict == -1 else min(n_predict, n_ctx - n_prompt)
-
-
-def default_threads() -> int:
-    import psutil
-
-    physical = psutil.cpu_count(logical=False) or 1
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else physical
-    return min(physical, usable)
 
 
 def _ggml_type(name: str) -> int:

@@ -17,12 +17,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..._threads import default_threads
 from ...errors import OptionError
 from ...memory import format_size
 from .._interrupt import INTERRUPTED, Interrupt
 from .._model import add_model_arguments, locate
 from .._output import Progress
-from ..generate import add_cache_arguments, default_threads
+from ..generate import add_cache_arguments
 
 if TYPE_CHECKING:
     from ... import RoutingTrace
