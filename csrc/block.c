@@ -4,7 +4,8 @@
  * every layer, one layer after the other, so that a plain LRU would end with
  * all experts of the last layers and none of the first. Instead each layer
  * keeps, of its experts, the ones that most tokens chose, as many as its fair
- * share of the memory; the others are given up first.
+ * share of the memory; the others are given up first, and theirs is the room
+ * into which the next layer is read ahead.
  *
  * Threads: pieces are taken by atomic counters, so a thread that the system
  * takes away holds up no more than its piece. A thread with nothing to do
@@ -119,7 +120,8 @@ struct run {
     float *active_values;
     int *n_active;
     pthread_mutex_t mutex;
-    bool reads_ahead;
+    int32_t *ahead; /* experts of the next layer, the likeliest first */
+    int n_ahead, next_ahead;
     int failed_entry; /* -1: none; atomic */
     bool failed;
     char *err;
@@ -128,7 +130,7 @@ struct run {
 
 struct ms_block {
     struct run run;
-    struct arena table, shared;
+    struct arena table, shared, ahead;
     int n_workers;
     struct worker *workers;
     int n_layers;
@@ -431,7 +433,7 @@ static bool may_skip_rows(const struct run *run, int n) {
 }
 
 static void fail(struct run *run, int entry) {
-    __atomic_store_n(&run->failed_entry, entry, __ATOMIC_RELAXED);
+    if (entry >= 0) __atomic_store_n(&run->failed_entry, entry, __ATOMIC_RELAXED);
     __atomic_store_n(&run->failed, true, __ATOMIC_RELEASE);
     run->store->release(run->store, run->nodes->layer, NULL, 0); /* wakes who sleeps */
 }
@@ -632,15 +634,19 @@ static void release_entry(const struct run *run, struct entry *entry) {
     run->store->release(run->store, run->nodes->layer, &entry->index, 1);
 }
 
-/* Pins what there is room for, or all. Mutex held. */
+/* Pins what there is room for, or all. While some are held the others wait for room that these leave: what other layers
+ * keep is given up only where nothing could be computed otherwise. Mutex held. */
 static int begin_more(struct run *run, bool all) {
-    int n = 0;
+    int n = 0, held = 0;
     for (int e = 0; e < run->n_entries; e++)
         if (run->entries[e].index < 0) {
             run->asked[n] = run->entries[e].expert;
             run->given[n++] = -1;
+        } else {
+            held += run->entries[e].done_tiles < run->entries[e].n_tiles;
         }
-    int pinned = run->store->begin(run->store, run->nodes->layer, run->asked, n, all, run->given, run->err, run->errlen);
+    enum ms_room room = all ? MS_ROOM_ALL : held ? MS_ROOM_SPARE : MS_ROOM_ANY;
+    int pinned = run->store->begin(run->store, run->nodes->layer, run->asked, n, room, run->given, run->err, run->errlen);
     if (pinned < 0) fail(run, -1);
     for (int e = 0, i = 0; e < run->n_entries && i < n; e++)
         if (run->entries[e].index < 0) run->entries[e].index = run->given[i++];
@@ -678,10 +684,7 @@ static void work_by_tokens(struct ms_block *block, struct worker *worker) {
         struct entry *entry = next_entry(run, &all_taken, &all_begun);
         if (has_failed(run) || all_taken) break;
         if (!all_begun && begin_more(run, false) != 0) continue;
-        if (all_begun && !run->reads_ahead) {
-            run->reads_ahead = true;
-            read_ahead(block);
-        }
+        if (all_begun) read_ahead(block);
         if (!entry) {
             pthread_mutex_unlock(&run->mutex);
             sleep_for_event(run, worker, seen);
@@ -707,7 +710,7 @@ static int by_falling_use(const void *a, const void *b) {
 
 /* A prompt needs nearly all experts of the next layer too. So many are asked for that, at the share that this layer
  * used, few are read in vain; the ones that the last prompt used most come first. */
-static void read_ahead(struct ms_block *block) {
+static void list_ahead(struct ms_block *block) {
     struct run *run = &block->run;
     int next = run->nodes->layer + 1;
     if (next >= run->source->n_layers || run->n_entries < 2) return;
@@ -716,22 +719,25 @@ static void read_ahead(struct ms_block *block) {
     double unused = 1.0 - (double)run->n_entries / of;
     int most = run->store->capacity(run->store, next) / 2;
     if (unused > 0 && most > (int)(MOST_WASTE * run->n_entries / unused)) most = (int)(MOST_WASTE * run->n_entries / unused);
-    if (most < 1) return;
-    int32_t(*candidates)[2] = malloc((size_t)n_experts * sizeof *candidates), *experts = malloc((size_t)n_experts * sizeof *experts);
+    if (most < 1 || !arena_reset(&block->ahead, (size_t)n_experts * 3 * sizeof(int32_t) + 2 * CACHE_LINE)) return;
+    int32_t(*candidates)[2] = take(&block->ahead, (size_t)n_experts * sizeof *candidates);
+    run->ahead = take(&block->ahead, (size_t)n_experts * sizeof *run->ahead);
     const int32_t *usage = block->usage[next];
-    for (int e = 0; candidates && e < n_experts; e++)
+    for (int e = 0; e < n_experts; e++)
         if (!usage || usage[e]) {
             candidates[n][0] = e;
             candidates[n++][1] = usage ? usage[e] : 1;
         }
-    if (candidates && experts && n) {
-        qsort(candidates, (size_t)n, sizeof *candidates, by_falling_use);
-        if (n > most) n = most;
-        for (int i = 0; i < n; i++) experts[i] = candidates[i][0];
-        run->store->prefetch(run->store, next, experts, n);
-    }
-    free(candidates);
-    free(experts);
+    qsort(candidates, (size_t)n, sizeof *candidates, by_falling_use);
+    run->n_ahead = n < most ? n : most;
+    for (int i = 0; i < run->n_ahead; i++) run->ahead[i] = candidates[i][0];
+}
+
+/* Asks for as many as this layer's finished experts leave room for. Mutex held. */
+static void read_ahead(struct ms_block *block) {
+    struct run *run = &block->run;
+    if (run->next_ahead == run->n_ahead) return;
+    run->next_ahead += run->store->prefetch(run->store, run->nodes->layer + 1, run->ahead + run->next_ahead, run->n_ahead - run->next_ahead);
 }
 
 static void remember_usage(struct ms_block *block) {
@@ -881,7 +887,8 @@ static bool prepare_workers(struct ms_block *block, int n_threads, int n_rows) {
     return true;
 }
 
-/* Inputs quantised before anything else, which for few rows costs less than the threads' meeting for it. */
+/* Inputs quantised before anything else, which for few rows costs less than the threads' meeting for it. One token has
+ * one input for all its experts, each of which it chose once. */
 static void quantise_inputs(struct run *run, struct worker *worker, struct arena *shared) {
     const struct ggml_tensor *input = run->nodes->input;
     bool one_for_all = input->ne[1] == 1 && input->ne[2] == 1;
@@ -1011,6 +1018,7 @@ enum ggml_status ms_block_compute(struct ms_block *block, ggml_backend_t cpu, in
         return GGML_STATUS_ALLOC_FAILED;
     }
     if (run->by_rows && begin_more(run, true) < 0) return GGML_STATUS_FAILED;
+    if (!run->by_rows) list_ahead(block);
     pthread_mutex_init(&run->mutex, NULL);
     enum ggml_status status = ggml_backend_graph_compute(cpu, nodes->sum ? block->work_and_sum : block->work);
     pthread_mutex_destroy(&run->mutex);
@@ -1067,5 +1075,6 @@ void ms_block_free(struct ms_block *block) {
     free(block->workers);
     free(block->table.base);
     free(block->shared.base);
+    free(block->ahead.base);
     free(block);
 }

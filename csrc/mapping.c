@@ -125,8 +125,8 @@ static void mapping_release(struct ms_store *store, int layer, const int32_t *in
 }
 
 /* Here nothing is ever on its way: what begin was asked for is there when it returns. */
-static int mapping_begin(struct ms_store *store, int layer, const int32_t *experts, int n, bool all, int32_t *indices, char *err, size_t errlen) {
-    (void)all;
+static int mapping_begin(struct ms_store *store, int layer, const int32_t *experts, int n, enum ms_room room, int32_t *indices, char *err, size_t errlen) {
+    (void)room;
     int first = 0;
     while (first < n && indices[first] >= 0) first++;
     int rc = mapping_acquire(store, layer, experts + first, n - first, indices + first, err, errlen);
@@ -159,7 +159,7 @@ static void mapping_wait(struct ms_store *store, uint64_t seen) {
 /* The kernel's page cache takes no advice of this kind. */
 static void mapping_cool(struct ms_store *store, int layer, const int32_t *indices, int n) { mapping_release(store, layer, indices, n); }
 
-static void mapping_prefetch(struct ms_store *store, int layer, const int32_t *experts, int n) {
+static int mapping_prefetch(struct ms_store *store, int layer, const int32_t *experts, int n) {
     struct mapping *mapping = (struct mapping *)store;
     const struct ms_layer *l = &mapping->source->layers[layer];
     for (int i = 0; i < n; i++)
@@ -167,6 +167,7 @@ static void mapping_prefetch(struct ms_store *store, int layer, const int32_t *e
             struct range range = pages_of(mapping, ms_expert_extent(l, r, experts[i]));
             madvise(range.begin, range.bytes, MADV_WILLNEED);
         }
+    return n;
 }
 
 static struct ms_view mapping_view(struct ms_store *store, int layer, int matrix) {

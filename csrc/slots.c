@@ -41,6 +41,7 @@ struct slot {
     int layer, expert;
     enum state state;
     int pins;
+    bool cool;   /* its room is spare */
     bool ahead;  /* asked for before it was wanted, and not wanted yet: a miss when it is */
     int pending; /* reads whose bytes are not ready yet */
     int status;  /* of the first that failed */
@@ -58,6 +59,7 @@ struct class {
     int n_minimum;
     int n_slots, n_used;
     int n_idle; /* neither pinned nor loading: may be given away */
+    int n_cool;
     uint8_t *memory;
     size_t memory_bytes;
     struct slot *slots;
@@ -174,9 +176,20 @@ static void pin(struct class *class, struct slot *slot) {
     slot->pins++;
 }
 
+static void set_cool(struct class *class, struct slot *slot, bool cool) {
+    class->n_cool += (int)cool - (int)slot->cool;
+    slot->cool = cool;
+}
+
+static void use(struct class *class, struct slot *slot) {
+    class->policy->used(class->policy, (int)(slot - class->slots));
+    set_cool(class, slot, false);
+}
+
 static void forget(struct slots *pool, struct class *class, struct slot *slot) {
     pool->layers[slot->layer].slot_of[slot->expert] = -1;
     class->policy->emptied(class->policy, (int)(slot - class->slots));
+    set_cool(class, slot, false);
     slot->state = EMPTY;
     class->n_used--;
 }
@@ -192,6 +205,8 @@ static bool may_evict(void *class, int slot) {
     return candidate->state == READY && candidate->pins == 0;
 }
 
+static bool may_evict_cool(void *class, int slot) { return may_evict(class, slot) && ((struct class *)class)->slots[slot].cool; }
+
 /* An empty slot near where this expert would be if all had one: a model that
  * fits then lies in order, which keeps the span one product addresses short. */
 static int empty_slot(const struct class *class, uint64_t key) {
@@ -203,12 +218,15 @@ static int empty_slot(const struct class *class, uint64_t key) {
     return -1;
 }
 
-static struct slot *take_slot(struct slots *pool, int layer, int expert) {
+/* NULL: there is no such room. */
+static struct slot *take_slot(struct slots *pool, int layer, int expert, enum ms_room room) {
     struct layer_slots *ls = &pool->layers[layer];
     struct class *class = ls->class;
+    if (class->n_idle == 0) return NULL;
     int s = class->n_used < class->n_slots ? empty_slot(class, ls->first_key + (uint64_t)expert) : -1;
     if (s < 0) {
-        s = class->policy->victim(class->policy, may_evict, class);
+        if (room == MS_ROOM_SPARE && class->n_cool == 0) return NULL;
+        s = class->policy->victim(class->policy, room == MS_ROOM_SPARE ? may_evict_cool : may_evict, class);
         if (s < 0) return NULL;
         forget(pool, class, &class->slots[s]);
     }
@@ -405,7 +423,7 @@ static void submit(struct slots *pool, struct ms_read *reads) {
 }
 
 /* Mutex held on entry and exit. */
-static int begin_locked(struct slots *pool, int layer, const int32_t *experts, int n, bool all, int32_t *indices, char *err, size_t errlen) {
+static int begin_locked(struct slots *pool, int layer, const int32_t *experts, int n, enum ms_room room, int32_t *indices, char *err, size_t errlen) {
     struct layer_slots *ls = &pool->layers[layer];
     struct class *class = ls->class;
     struct ms_read *reads = NULL;
@@ -413,12 +431,12 @@ static int begin_locked(struct slots *pool, int layer, const int32_t *experts, i
     for (int i = 0; i < n; i++) misses += indices[i] < 0 && ls->slot_of[experts[i]] < 0;
     int rc = misses ? ms_layer_check(pool->source, layer, err, errlen) : 0;
     if (rc < 0) return rc;
-    if (all) wait_for_room(pool, ls, experts, n);
+    if (room == MS_ROOM_ALL) wait_for_room(pool, ls, experts, n);
     for (int i = 0; i < n; i++) { /* what is there is pinned before anything is evicted */
         if (indices[i] >= 0 || ls->slot_of[experts[i]] < 0) continue;
         indices[i] = ls->slot_of[experts[i]];
         pin(class, &class->slots[indices[i]]);
-        class->policy->used(class->policy, indices[i]);
+        use(class, &class->slots[indices[i]]);
         if (class->slots[indices[i]].ahead) pool->counters.misses++;
         else pool->counters.hits++;
         class->slots[indices[i]].ahead = false;
@@ -426,8 +444,8 @@ static int begin_locked(struct slots *pool, int layer, const int32_t *experts, i
     }
     for (int i = 0; i < n; i++) {
         if (indices[i] >= 0) continue;
-        struct slot *slot = class->n_idle > 0 ? take_slot(pool, layer, experts[i]) : NULL;
-        if (!slot) break; /* never with `all`: wait_for_room counted */
+        struct slot *slot = take_slot(pool, layer, experts[i], room);
+        if (!slot) break; /* never with MS_ROOM_ALL: wait_for_room counted */
         indices[i] = (int32_t)(slot - class->slots);
         prepare_reads(pool, slot, &reads);
         pool->counters.misses++;
@@ -437,10 +455,10 @@ static int begin_locked(struct slots *pool, int layer, const int32_t *experts, i
     return pinned;
 }
 
-static int slots_begin(struct ms_store *store, int layer, const int32_t *experts, int n, bool all, int32_t *indices, char *err, size_t errlen) {
+static int slots_begin(struct ms_store *store, int layer, const int32_t *experts, int n, enum ms_room room, int32_t *indices, char *err, size_t errlen) {
     struct slots *pool = (struct slots *)store;
     pthread_mutex_lock(&pool->mutex);
-    int pinned = begin_locked(pool, layer, experts, n, all, indices, err, errlen);
+    int pinned = begin_locked(pool, layer, experts, n, room, indices, err, errlen);
     pthread_mutex_unlock(&pool->mutex);
     return pinned;
 }
@@ -472,7 +490,7 @@ static int slots_acquire(struct ms_store *store, int layer, const int32_t *exper
     for (int i = 0; i < n; i++) indices[i] = -1;
     pthread_mutex_lock(&pool->mutex);
     int64_t begin = ms_now_ns();
-    int rc = begin_locked(pool, layer, experts, n, true, indices, err, errlen);
+    int rc = begin_locked(pool, layer, experts, n, MS_ROOM_ALL, indices, err, errlen);
     if (rc >= 0) {
         bool blocked = !all_there(class, indices, n);
         while (!all_there(class, indices, n)) wait_or_convert(pool);
@@ -492,20 +510,24 @@ static void slots_cool(struct ms_store *store, int layer, const int32_t *indices
     struct slots *pool = (struct slots *)store;
     struct class *class = pool->layers[layer].class;
     pthread_mutex_lock(&pool->mutex);
-    for (int i = 0; i < n; i++) class->policy->cooled(class->policy, indices[i]);
+    for (int i = 0; i < n; i++) {
+        class->policy->cooled(class->policy, indices[i]);
+        set_cool(class, &class->slots[indices[i]], true);
+    }
     pthread_mutex_unlock(&pool->mutex);
 }
 
-static void slots_prefetch(struct ms_store *store, int layer, const int32_t *experts, int n) {
+static int slots_prefetch(struct ms_store *store, int layer, const int32_t *experts, int n) {
     struct slots *pool = (struct slots *)store;
     struct layer_slots *ls = &pool->layers[layer];
     struct ms_read *reads = NULL;
     pthread_mutex_lock(&pool->mutex);
     for (int i = 0; i < n; i++) /* what is there is not given up for the others */
-        if (ls->slot_of[experts[i]] >= 0) ls->class->policy->used(ls->class->policy, ls->slot_of[experts[i]]);
-    for (int i = 0; i < n; i++) {
-        if (ls->slot_of[experts[i]] >= 0) continue;
-        struct slot *slot = ls->class->n_idle > 0 ? take_slot(pool, layer, experts[i]) : NULL;
+        if (ls->slot_of[experts[i]] >= 0) use(ls->class, &ls->class->slots[ls->slot_of[experts[i]]]);
+    int done = 0;
+    for (; done < n; done++) {
+        if (ls->slot_of[experts[done]] >= 0) continue;
+        struct slot *slot = take_slot(pool, layer, experts[done], MS_ROOM_SPARE);
         if (!slot) break;
         slot->pins = 0; /* it is loading, and so not given to another */
         slot->ahead = true;
@@ -513,6 +535,7 @@ static void slots_prefetch(struct ms_store *store, int layer, const int32_t *exp
     }
     submit(pool, reads);
     pthread_mutex_unlock(&pool->mutex);
+    return done;
 }
 
 static int slots_fair_share(struct ms_store *store, int layer) {

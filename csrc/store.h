@@ -44,6 +44,13 @@ struct ms_store_counters {
     uint64_t capacity_bytes;
 };
 
+/* Which room a caller may have for experts that are not in memory. */
+enum ms_room {
+    MS_ROOM_ALL,   /* for every one, and it waits for that; not while it holds pins */
+    MS_ROOM_ANY,   /* what is not pinned now */
+    MS_ROOM_SPARE, /* of that, what is empty or cooled */
+};
+
 struct ms_store {
     /* How many experts of a layer can be acquired together. */
     int (*capacity)(struct ms_store *store, int layer);
@@ -54,9 +61,8 @@ struct ms_store {
     int (*acquire)(struct ms_store *store, int layer, const int32_t *experts, int n, int32_t *indices, char *err, size_t errlen);
     void (*release)(struct ms_store *store, int layer, const int32_t *indices, int n);
     /* Pins those of n distinct experts whose indices[i] is -1, asks for the bytes that are not in memory, and writes
-     * their indices. With `all` it waits for room for every one of them; without, it takes what there is room for
-     * now and leaves the others at -1. Returns how many it pinned, or as acquire does. */
-    int (*begin)(struct ms_store *store, int layer, const int32_t *experts, int n, bool all, int32_t *indices, char *err, size_t errlen);
+     * their indices; those for which there is no room stay at -1. Returns how many it pinned, or as acquire does. */
+    int (*begin)(struct ms_store *store, int layer, const int32_t *experts, int n, enum ms_room room, int32_t *indices, char *err, size_t errlen);
     /* Of a pinned expert: 1 its bytes are there, 0 they are on their way, < 0 they could not be read (-errno). */
     int (*presence)(struct ms_store *store, int layer, int32_t index);
     /* Puts the sentence for an expert that could not be read into err; returns its -errno. */
@@ -65,15 +71,16 @@ struct ms_store {
      * one more. A waiting thread converts what arrives. */
     uint64_t (*events)(struct ms_store *store);
     void (*wait)(struct ms_store *store, uint64_t seen);
-    /* These pinned experts will be missed less than others. */
+    /* These pinned experts will be missed less than others: their room is spare until they are wanted again. */
     void (*cool)(struct ms_store *store, int layer, const int32_t *indices, int n);
-    /* Asks for experts that will be wanted soon, as many as there is room for; pins nothing. */
-    void (*prefetch)(struct ms_store *store, int layer, const int32_t *experts, int n);
+    /* Asks for experts that will be wanted soon, in spare room; pins nothing. Returns how many of the list, from its
+     * beginning, are in memory or on their way now. */
+    int (*prefetch)(struct ms_store *store, int layer, const int32_t *experts, int n);
     /* This layer's part of the memory, in experts, if every layer had the same part of its own. */
     int (*fair_share)(struct ms_store *store, int layer);
     struct ms_view (*view)(struct ms_store *store, int layer, int matrix);
     struct ms_store_counters (*counters)(struct ms_store *store);
-    void (*close)(struct ms_store *store); /* no acquire may be outstanding */
+    void (*close)(struct ms_store *store); /* nothing may be pinned, and no read in flight */
 };
 
 struct ms_slots_options {

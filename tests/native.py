@@ -194,14 +194,15 @@ class Store:
         self._store.release(self._store, layer, ffi.new("int32_t[]", list(indices)), len(indices))
 
     def begin(
-        self, layer: int, experts: Sequence[int], indices: Sequence[int] | None = None, *, all: bool = False
+        self, layer: int, experts: Sequence[int], indices: Sequence[int] | None = None, *, room: str = "ANY"
     ) -> list[int]:
         """The indices afterwards; -1 where nothing was pinned. Asserts that the count returned is that of new ones."""
+        which = getattr(lib, f"MS_ROOM_{room}")
         before = [-1] * len(experts) if indices is None else list(indices)
         after = ffi.new("int32_t[]", before)
         message = ffi.new("char[]", MESSAGE_BYTES)
         asked = ffi.new("int32_t[]", list(experts))
-        code = self._store.begin(self._store, layer, asked, len(experts), all, after, message, MESSAGE_BYTES)
+        code = self._store.begin(self._store, layer, asked, len(experts), which, after, message, MESSAGE_BYTES)
         if code < 0:
             raise _Failure(code, ffi.string(message).decode())
         assert code == before.count(-1) - list(after).count(-1)
@@ -228,8 +229,8 @@ class Store:
     def cool(self, layer: int, indices: Sequence[int]) -> None:
         self._store.cool(self._store, layer, ffi.new("int32_t[]", list(indices)), len(indices))
 
-    def prefetch(self, layer: int, experts: Sequence[int]) -> None:
-        self._store.prefetch(self._store, layer, ffi.new("int32_t[]", list(experts)), len(experts))
+    def prefetch(self, layer: int, experts: Sequence[int]) -> int:
+        return self._store.prefetch(self._store, layer, ffi.new("int32_t[]", list(experts)), len(experts))
 
     def fair_share(self, layer: int) -> int:
         return self._store.fair_share(self._store, layer)

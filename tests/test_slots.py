@@ -345,7 +345,7 @@ def test_begin_with_all_waits_until_another_makes_room(
     with native.opened(make(folder)) as source, native.store(source, python_reader(), minimum(source)) as store:
         held = store.acquire(0, [0, 1, 2, 3, 4, 5])
         got: list[int] = []
-        thread = threading.Thread(target=lambda: got.extend(store.begin(1, [1, 2, 3], all=True)))
+        thread = threading.Thread(target=lambda: got.extend(store.begin(1, [1, 2, 3], room="ALL")))
         thread.start()
         assert _is_blocked(thread) and not got
         assert store.counters().misses == 6, "it holds some while it waits for others"
@@ -489,36 +489,49 @@ def test_what_was_asked_for_ahead_is_not_pinned(folder: Path, python_reader: Cal
         store.release(1, indices)
 
 
-def test_reading_ahead_takes_no_slot_that_is_pinned_or_that_it_was_asked_for(
-    folder: Path, python_reader: Callable[..., PythonReader]
-) -> None:
+def _cooled(store: native.Store, layer: int, experts: list[int]) -> None:
+    indices = store.acquire(layer, experts)
+    store.cool(layer, indices)
+    store.release(layer, indices)
+
+
+def test_reading_ahead_takes_spare_room_only(folder: Path, python_reader: Callable[..., PythonReader]) -> None:
     reader = python_reader()
     with native.opened(make(folder)) as source, native.store(source, reader, minimum(source)) as store:
-        held = store.acquire(0, list(range(7)))
-        store.release(1, store.acquire(1, [6]))  # the only one that may go
-        n_batches = len(reader.batches)
-        seen = store.events()
-        store.prefetch(1, [2, 6])
+        store.release(0, store.acquire(0, list(range(7))))  # not in use, but not spare either
+        _cooled(store, 1, [6])
+        seen, n_batches = store.events(), len(reader.batches)
+        assert store.prefetch(1, [2, 3]) == 1, "there was room for one"
         store.wait_for_events(seen, 1)
-        assert len(reader.batches) == n_batches + 1, "there was room for one"
-        (other,) = store.acquire(1, [6])
-        store.prefetch(1, [3])
-        assert len(reader.batches) == n_batches + 2, "there was no room"
-        store.release(1, [other])
-        store.check(0, range(7), held)
-        store.release(0, held)
-
-    with native.opened(make(folder)) as source, native.store(source, reader, minimum(source)) as store:
-        store.release(1, store.acquire(1, [6]))  # the least recently used
-        store.release(0, store.acquire(0, list(range(7))))
-        seen = store.events()
-        store.prefetch(1, [2, 6])
-        store.wait_for_events(seen, 1)
+        assert store.prefetch(1, [2, 3]) == 1, "what is there counts, and is not given up for the other"
+        assert len(reader.batches) == n_batches + 1
         before = store.counters()
-        store.release(1, _checked(store, 1, [2, 6]))
-        after = store.counters()
-        assert (after.hits - before.hits, after.misses - before.misses) == (1, 1)
-        assert after.reads - before.reads == 0, "6 was given up for 2"
+        store.release(0, _checked(store, 0, list(range(7))))
+        assert store.counters().hits - before.hits == 7
+
+
+def test_reading_ahead_does_not_give_up_what_it_was_asked_for(
+    folder: Path, python_reader: Callable[..., PythonReader]
+) -> None:
+    with native.opened(make(folder)) as source, native.store(source, python_reader(), minimum(source)) as store:
+        _cooled(store, 1, [6])
+        store.release(0, store.acquire(0, list(range(7))))
+        assert store.prefetch(1, [2, 6]) == 0
+        before = store.counters()
+        store.release(1, _checked(store, 1, [6]))
+        assert store.counters().hits - before.hits == 1
+
+
+def test_who_holds_experts_takes_spare_room_for_more(folder: Path, python_reader: Callable[..., PythonReader]) -> None:
+    with native.opened(make(folder)) as source, native.store(source, python_reader(), minimum(source)) as store:
+        _cooled(store, 1, [6])
+        store.release(0, store.acquire(0, list(range(7))))
+        held = store.begin(2, [0, 1, 2], room="SPARE")
+        assert [index >= 0 for index in held] == [True, False, False]
+        held = store.begin(2, [0, 1, 2], held)
+        assert [_wait_for(store, 2, index) for index in held] == [1, 1, 1]
+        store.check(2, range(3), held)
+        store.release(2, held)
 
 
 def test_a_read_ahead_that_fails_leaves_no_trace(folder: Path, python_reader: Callable[..., PythonReader]) -> None:
@@ -733,7 +746,7 @@ def hammer_piecemeal(path: Path, n_threads: int, interleaved: bool) -> str:
                     experts = rng.sample(range(8), rng.randint(1, 8))
                     indices, left = [-1] * len(experts), set(range(len(experts)))
                     if rng.random() < 0.3 and len(experts) <= store.capacity(layer):
-                        indices = store.begin(layer, experts, all=True)
+                        indices = store.begin(layer, experts, room="ALL")
                     while left:
                         seen = store.events()
                         for i in sorted(left):

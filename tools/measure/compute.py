@@ -30,6 +30,7 @@ from .bandwidth import MemoryReader
 from .competitor import Competitor
 from .disk import drop_caches, scratch_folder, seconds_to_read_slices
 from .figure import Figure, MeasurementError, note
+from .kernels import kernel_bandwidth
 from .subject import Subject, made
 from .zeros import zeros_by_layer
 
@@ -536,7 +537,13 @@ def _log_softmax(logits: np.ndarray) -> np.ndarray:
     return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
 
 
+def kernels(bench: Bench) -> Iterator[Figure]:
+    """The row kernels alone, against the memory's bandwidth. They need a gigabyte and a minute, so not with --quick."""
+    if bench.effort.rounds > 1:
+        yield from kernel_bandwidth()
+
+
 FIGURES: dict[str, Callable[[Bench], Iterator[Figure]]] = {
     function.__name__: function
-    for function in (decode, prompt, cold_prompt, sparse, ready_first, competing, fast_kl, engine.bit_identity)
+    for function in (decode, prompt, cold_prompt, sparse, kernels, ready_first, competing, fast_kl, engine.bit_identity)
 }
