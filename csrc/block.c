@@ -311,10 +311,20 @@ static bool compute_alone(struct worker *worker, struct ggml_tensor *nodes, int 
     return done;
 }
 
+/* ReGLU as ggml has it: not worth a graph of its own for rows that are mostly zero. */
+static void open_gates(const struct run *run, int n, float *const *first, float *hidden) {
+    const float *gate = first[run->nodes->gate], *up = first[1 - run->nodes->gate];
+    for (size_t i = 0; i < (size_t)n * (size_t)run->down->columns; i++) hidden[i] = gate[i] > 0.0f ? gate[i] * up[i] : 0.0f;
+}
+
 /* What lies between the first products and down, for n rows of one expert. first[i]: [n][rows of that product].
  * The result, [n][columns of down], is in worker->rowwise of the last node. */
 static bool activate(const struct run *run, struct worker *worker, int32_t expert, int n, float *const *first) {
     const struct ms_block_nodes *nodes = run->nodes;
+    if (nodes->gate >= 0) {
+        open_gates(run, n, first, worker->rowwise[0]);
+        return true;
+    }
     struct ggml_tensor values[2 + MS_BLOCK_ROW_NODES], views[3 * MS_BLOCK_ROW_NODES];
     struct ggml_tensor ids = matrix_of_rows(GGML_TYPE_I32, 1, n, sizeof(int32_t), worker->ids);
     ids.ne[1] = n; /* {1 choice, n tokens} */

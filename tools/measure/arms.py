@@ -27,6 +27,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 import numpy as np
+import psutil
 
 from .cgroup import LimitedGroup
 from .figure import MeasurementError
@@ -147,6 +148,15 @@ class Session:
             # It may be in the middle of a feed that nobody waits for any more.
             self._process.kill()
         self._end()
+
+    def settle(self, *, at_most_s: float = 60.0) -> None:
+        """Wait until the process does nothing: what arrived is put into huge pages by a thread that takes a core for it."""
+        process = psutil.Process(self._process.pid)
+        for _ in range(int(at_most_s)):
+            before = sum(process.cpu_times()[:2])
+            time.sleep(1)
+            if sum(process.cpu_times()[:2]) - before < 0.03:
+                return
 
     def feed(
         self,

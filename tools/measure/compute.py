@@ -202,6 +202,7 @@ def _resident(bench: Bench, arm: Arm) -> Resident:
     with Session(arm) as session:
         prompt_s = _prompt_s(session, prompt)
         first = session.feed(stream, seconds=bench.effort.pass_s)
+        session.settle(at_most_s=bench.effort.pass_s)
         decoded = session.feed(stream[: len(first.token_s)], seconds=bench.effort.pass_s)
         _require_no_misses(arm, decoded)
     return Resident(decoded, prompt_s)
@@ -379,6 +380,7 @@ def sparse(bench: Bench) -> Iterator[Figure]:
     with _opened(arms) as sessions:
         for session in sessions.values():
             session.feed(stream)
+            session.settle(at_most_s=bench.effort.pass_s)
         for turn in range(2 * bench.effort.rounds + 1):
             for name in _in_turn(turn, arms):
                 feeds[name].append(sessions[name].feed(stream))
@@ -413,6 +415,7 @@ def ready_first(bench: Bench) -> Iterator[Figure]:
         with _opened(arms) as sessions:
             for session in sessions.values():
                 session.feed(stream)
+                session.settle(at_most_s=bench.effort.pass_s)
             for turn in range(bench.effort.rounds + 1):
                 for how in _in_turn(turn, arms):
                     feeds[how].append(sessions[how].feed(stream))
@@ -474,6 +477,7 @@ def competing(bench: Bench) -> Iterator[Figure]:
         with _opened(arms) as sessions:
             for who, session in sessions.items():
                 session.feed(stream)
+                session.settle(at_most_s=bench.effort.pass_s)
                 told = ", ".join(f"{name}={value}" for name, value in session.openmp.items()) or "nothing set"
                 note(f"{who}, {threads} threads; OpenMP: {told}")
             for turn in range(bench.effort.rounds):

@@ -26,6 +26,10 @@ from pathlib import Path
 from typing import Any, TextIO
 from unittest import mock
 
+if __name__ == "__main__" and json.loads(sys.argv[1])["kind"] == "streamed":
+    # First, for it loads the OpenMP of llama.cpp with short spins. A stock arm must be stock down to its libraries.
+    import moestream
+
 import llama_cpp
 import numpy as np
 
@@ -51,9 +55,6 @@ def _load(arm: dict[str, Any]) -> llama_cpp.Llama:
         "verbose": False,
     }
     if arm["kind"] == "streamed":
-        # Imported here: a stock arm must be stock down to the libraries that it has in memory.
-        import moestream
-
         options = moestream.ExpertStreaming(
             **{name: arm[name] for name in ("cache", "kernels", "reader", "direct", "compute")}
         )
