@@ -1035,6 +1035,7 @@ enum ggml_status ms_block_compute(struct ms_block *block, ggml_backend_t cpu, in
     if (run->failed_entry >= 0) store->failure(store, nodes->layer, run->entries[run->failed_entry].index, err, errlen);
     if (run->failed && !err[0]) ms_fail(0, err, errlen, "block %d: the expert kernels failed (out of memory?)", source->layers[nodes->layer].block);
     release_rest(run);
+    if (run->failed) store->settle(store);
     remember_usage(block);
     *result = (struct ms_block_result){0};
     for (int i = 0; i < n_threads; i++) {

@@ -156,6 +156,8 @@ static void mapping_wait(struct ms_store *store, uint64_t seen) {
     sched_yield();
 }
 
+static void mapping_settle(struct ms_store *store) { (void)store; }
+
 /* The kernel's page cache takes no advice of this kind. */
 static void mapping_cool(struct ms_store *store, int layer, const int32_t *indices, int n) { mapping_release(store, layer, indices, n); }
 
@@ -210,7 +212,7 @@ int ms_mapping_open(struct ms_source *source, const struct ms_interleaving *inte
     struct mapping *mapping = calloc(1, sizeof *mapping);
     if (!mapping) return ms_fail(-ENOMEM, err, errlen, "out of memory");
     mapping->base = (struct ms_store){.capacity = mapping_capacity, .acquire = mapping_acquire, .release = mapping_release,
-                                      .begin = mapping_begin, .presence = mapping_presence, .failure = mapping_failure, .events = mapping_events, .wait = mapping_wait,
+                                      .begin = mapping_begin, .presence = mapping_presence, .failure = mapping_failure, .events = mapping_events, .wait = mapping_wait, .settle = mapping_settle,
                                       .cool = mapping_cool, .prefetch = mapping_prefetch, .fair_share = mapping_capacity,
                                       .view = mapping_view, .counters = mapping_counters, .close = mapping_close};
     mapping->source = source;

@@ -484,6 +484,20 @@ static void slots_wait(struct ms_store *store, uint64_t seen) {
     pthread_mutex_unlock(&pool->mutex);
 }
 
+static bool is_unsettled(const struct slots *pool) {
+    for (int c = 0; c < pool->n_classes; c++)
+        for (int s = 0; s < pool->classes[c].n_slots; s++)
+            if (pool->classes[c].slots[s].state == LOADING && pool->classes[c].slots[s].pins == 0) return true;
+    return false;
+}
+
+static void slots_settle(struct ms_store *store) {
+    struct slots *pool = (struct slots *)store;
+    pthread_mutex_lock(&pool->mutex);
+    while (is_unsettled(pool)) wait_or_convert(pool);
+    pthread_mutex_unlock(&pool->mutex);
+}
+
 static int slots_acquire(struct ms_store *store, int layer, const int32_t *experts, int n, int32_t *indices, char *err, size_t errlen) {
     struct slots *pool = (struct slots *)store;
     struct class *class = pool->layers[layer].class;
@@ -696,7 +710,7 @@ int ms_slots_open(struct ms_source *source, struct ms_reader *reader, const stru
     struct slots *pool = calloc(1, sizeof *pool);
     if (!pool) return ms_fail(-ENOMEM, err, errlen, "out of memory");
     pool->base = (struct ms_store){.capacity = slots_capacity, .acquire = slots_acquire, .release = slots_release,
-                                   .begin = slots_begin, .presence = slots_presence, .failure = slots_failure, .events = slots_events, .wait = slots_wait,
+                                   .begin = slots_begin, .presence = slots_presence, .failure = slots_failure, .events = slots_events, .wait = slots_wait, .settle = slots_settle,
                                    .cool = slots_cool, .prefetch = slots_prefetch, .fair_share = slots_fair_share, .view = slots_view, .counters = slots_counters, .close = slots_close};
     pool->source = source;
     pool->reader = reader;

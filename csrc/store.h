@@ -71,6 +71,9 @@ struct ms_store {
      * one more. A waiting thread converts what arrives. */
     uint64_t (*events)(struct ms_store *store);
     void (*wait)(struct ms_store *store, uint64_t seen);
+    /* After a failure: waits for reads that nobody holds the experts of, so that what they end with is not taken for
+     * the answer to who asks for these experts next. */
+    void (*settle)(struct ms_store *store);
     /* These pinned experts will be missed less than others: their room is spare until they are wanted again. */
     void (*cool)(struct ms_store *store, int layer, const int32_t *indices, int n);
     /* Asks for experts that will be wanted soon, in spare room; pins nothing. Returns how many of the list, from its

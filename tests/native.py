@@ -232,6 +232,9 @@ class Store:
     def prefetch(self, layer: int, experts: Sequence[int]) -> int:
         return self._store.prefetch(self._store, layer, ffi.new("int32_t[]", list(experts)), len(experts))
 
+    def settle(self) -> None:
+        self._store.settle(self._store)
+
     def fair_share(self, layer: int) -> int:
         return self._store.fair_share(self._store, layer)
 

@@ -534,6 +534,18 @@ def test_who_holds_experts_takes_spare_room_for_more(folder: Path, python_reader
         store.release(2, held)
 
 
+def test_when_settled_no_read_is_on_its_way_that_nobody_holds(
+    folder: Path, python_reader: Callable[..., PythonReader]
+) -> None:
+    reader = python_reader(fails=lambda at: -errno.EIO)
+    with native.opened(make(folder)) as source, native.store(source, reader, minimum(source)) as store:
+        store.prefetch(0, [1, 2])
+        store.settle()
+        assert store.counters().slots_used == 0, "what failed is gone, and not the answer to who asks next"
+        reader.fails = lambda at: 0
+        store.release(0, _checked(store, 0, [1, 2]))
+
+
 def test_a_read_ahead_that_fails_leaves_no_trace(folder: Path, python_reader: Callable[..., PythonReader]) -> None:
     reader = python_reader(fails=lambda at: -errno.EIO)
     with native.opened(make(folder)) as source, native.store(source, reader, minimum(source)) as store:
