@@ -231,6 +231,10 @@ def identity(**changed: Any) -> Interleaving:
     return Interleaving.from_table(**table)
 
 
+def test_a_name_may_be_any_bytes_as_a_damaged_file_has_them() -> None:
+    assert identity(name=b"q4_0 \x80".decode("utf-8", "surrogateescape")).name == "q4_0 \ufffd"
+
+
 def test_a_table_is_read_back_as_it_was_given_and_does_not_change() -> None:
     bits = random_table("bits", 576, 0)
     table = identity(bits=bits, name="q4_0 é")

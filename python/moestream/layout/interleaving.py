@@ -112,7 +112,7 @@ class Interleaving:
             ModelError,
             f"interleaving {name!r}",
             lib.ms_permutation_from_table,
-            name.encode(),
+            name.encode("utf-8", "surrogateescape"),  # as file names and keys are read: any bytes
             type,
             rows,
             ffi.from_buffer("uint16_t[]", moves),
