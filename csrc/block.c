@@ -24,6 +24,7 @@
 #include "ggml-cpu.h"
 #include "message.h"
 #include "rows.h"
+#include "tensor.h"
 
 #define TILE_ROWS 64        /* tokens that go through an expert together: between this and twice as many */
 #define TILES_A_THREAD 8    /* of which there must be so many for tokens to be divided, rather than rows */
@@ -106,7 +107,7 @@ struct run {
     const struct ms_block_nodes *nodes;
     const struct ms_product *first[2], *down;
     struct ms_view first_view[2], down_view;
-    const char *input; /* of nodes->input, or a copy where down would be written over it */
+    struct ggml_tensor input; /* nodes->input, or a copy where down would be written over it */
     int n_entries, n_rows;
     struct entry *entries;
     struct row *rows;
@@ -282,12 +283,16 @@ bool ms_block_recognise(struct ggml_cgraph *graph, int begin, int end, ms_expert
 
 /* ------------------------------------------------------------ ggml on a few rows, on this thread */
 
-static struct ggml_tensor matrix_of_rows(enum ggml_type type, int64_t columns, int64_t n, size_t row_bytes, void *data) {
-    struct ggml_tensor t = {.type = type, .op = GGML_OP_NONE, .ne = {columns, 1, n, 1}, .data = data};
-    t.nb[0] = ggml_type_size(type);
-    t.nb[1] = t.nb[2] = row_bytes;
-    t.nb[3] = row_bytes * (size_t)n;
-    return t;
+/* n rows as graph nodes have them, of one choice. */
+static struct ggml_tensor tensor_of_rows(float *data, int64_t columns, int n) { return ms_tensor(GGML_TYPE_F32, data, columns, 1, n); }
+
+/* Some columns of these rows. */
+static struct ggml_tensor view_of_rows(const struct ggml_tensor *rows, size_t offset, int64_t columns) {
+    struct ggml_tensor view = *rows;
+    view.op = GGML_OP_NONE;
+    view.data = (char *)rows->data + offset;
+    view.ne[0] = columns;
+    return view;
 }
 
 static bool compute_alone(struct worker *worker, struct ggml_tensor *nodes, int n) {
@@ -311,31 +316,29 @@ static bool compute_alone(struct worker *worker, struct ggml_tensor *nodes, int 
     return done;
 }
 
+static uint64_t count_zeros(const float *values, size_t n) {
+    uint64_t zeros = 0;
+    for (size_t i = 0; i < n; i++) zeros += values[i] == 0.0f;
+    return zeros;
+}
+
 /* ReGLU as ggml has it: not worth a graph of its own for rows that are mostly zero. */
 static void open_gates(const struct run *run, int n, float *const *first, float *hidden) {
     const float *gate = first[run->nodes->gate], *up = first[1 - run->nodes->gate];
     for (size_t i = 0; i < (size_t)n * (size_t)run->down->columns; i++) hidden[i] = gate[i] > 0.0f ? gate[i] * up[i] : 0.0f;
 }
 
-/* What lies between the first products and down, for n rows of one expert. first[i]: [n][rows of that product].
- * The result, [n][columns of down], is in worker->rowwise of the last node. */
-static bool activate(const struct run *run, struct worker *worker, int32_t expert, int n, float *const *first) {
-    const struct ms_block_nodes *nodes = run->nodes;
-    if (nodes->gate >= 0) {
-        open_gates(run, n, first, worker->rowwise[0]);
-        return true;
-    }
+/* The same for any nodes: by ggml. */
+static bool compute_rowwise(const struct ms_block_nodes *nodes, struct worker *worker, int32_t expert, int n, float *const *first) {
     struct ggml_tensor values[2 + MS_BLOCK_ROW_NODES], views[3 * MS_BLOCK_ROW_NODES];
-    struct ggml_tensor ids = matrix_of_rows(GGML_TYPE_I32, 1, n, sizeof(int32_t), worker->ids);
-    ids.ne[1] = n; /* {1 choice, n tokens} */
-    ids.ne[2] = 1;
+    struct ggml_tensor ids = ms_tensor(GGML_TYPE_I32, worker->ids, 1, n, 1);
     int n_views = 0;
     for (int i = 0; i < n; i++) worker->ids[i] = expert;
-    for (int i = 0; i < nodes->n_first; i++) values[i] = matrix_of_rows(GGML_TYPE_F32, nodes->first[i]->ne[0], n, (size_t)nodes->first[i]->ne[0] * sizeof(float), first[i]);
+    for (int i = 0; i < nodes->n_first; i++) values[i] = tensor_of_rows(first[i], nodes->first[i]->ne[0], n);
     for (int i = 0; i < nodes->n_rowwise; i++) {
         const struct ggml_tensor *node = nodes->rowwise[i];
         struct ggml_tensor *copy = &values[nodes->n_first + i];
-        *copy = matrix_of_rows(GGML_TYPE_F32, node->ne[0], n, (size_t)node->ne[0] * sizeof(float), worker->rowwise[i]);
+        *copy = tensor_of_rows(worker->rowwise[i], node->ne[0], n);
         copy->op = node->op;
         memcpy(copy->op_params, node->op_params, sizeof copy->op_params);
         for (int s = 0; s < GGML_MAX_SRC && node->src[s]; s++) {
@@ -348,28 +351,35 @@ static bool activate(const struct run *run, struct worker *worker, int32_t exper
             if (v < 0) continue; /* recognised, so not of a row: there are none */
             copy->src[s] = &values[v];
             if (node->src[s] == value(nodes, v)) continue;
-            views[n_views] = matrix_of_rows(GGML_TYPE_F32, node->src[s]->ne[0], n, values[v].nb[1], (char *)values[v].data + offset);
+            views[n_views] = view_of_rows(&values[v], offset, node->src[s]->ne[0]);
             copy->src[s] = &views[n_views++];
         }
     }
     return compute_alone(worker, values + nodes->n_first, nodes->n_rowwise);
 }
 
+/* What lies between the first products and down, for n rows of one expert. first[i]: [n][rows of that product].
+ * Returns [n][columns of down], in the worker's scratch; NULL: out of memory. */
+static const float *activate(const struct run *run, struct worker *worker, int32_t expert, int n, float *const *first) {
+    const struct ms_block_nodes *nodes = run->nodes;
+    float *hidden = worker->rowwise[nodes->n_rowwise - 1];
+    if (nodes->gate >= 0) open_gates(run, n, first, hidden);
+    else if (!compute_rowwise(nodes, worker, expert, n, first)) return NULL;
+    if (nodes->zeros) worker->zeros += count_zeros(hidden, (size_t)n * (size_t)run->down->columns);
+    return hidden;
+}
+
 /* A product that no row kernel reproduces, by ggml's own MUL_MAT_ID of one expert. */
 static bool multiply_by_ggml(struct worker *worker, const struct ms_product *product, const struct ggml_tensor *node, uint8_t *matrix, const float *const *activations, int n, float *const *outputs) {
     size_t columns = (size_t)product->columns, rows = (size_t)product->rows;
-    struct ggml_tensor weight = matrix_of_rows(product->type, product->columns, 1, product->row_bytes, matrix);
-    weight.ne[1] = product->rows;
-    weight.nb[2] = weight.nb[3] = product->row_bytes * rows;
+    struct ggml_tensor weight = ms_tensor(product->type, matrix, product->columns, product->rows, 1);
     weight.buffer = product->prototype ? product->prototype->buffer : NULL;
     weight.extra = product->prototype ? product->prototype->extra : NULL;
     for (int i = 0; i < n; i++) memcpy(worker->gathered + (size_t)i * columns, activations[i], columns * sizeof(float));
-    struct ggml_tensor input = matrix_of_rows(GGML_TYPE_F32, product->columns, n, columns * sizeof(float), worker->gathered);
-    struct ggml_tensor ids = matrix_of_rows(GGML_TYPE_I32, 1, n, sizeof(int32_t), worker->ids);
-    ids.ne[1] = n;
-    ids.ne[2] = 1;
+    struct ggml_tensor input = tensor_of_rows(worker->gathered, product->columns, n);
+    struct ggml_tensor ids = ms_tensor(GGML_TYPE_I32, worker->ids, 1, n, 1);
     memset(worker->ids, 0, (size_t)n * sizeof(int32_t));
-    struct ggml_tensor result = matrix_of_rows(GGML_TYPE_F32, product->rows, n, rows * sizeof(float), worker->product);
+    struct ggml_tensor result = tensor_of_rows(worker->product, product->rows, n);
     result.op = GGML_OP_MUL_MAT_ID;
     memcpy(result.op_params, node->op_params, sizeof result.op_params);
     result.src[0] = &weight;
@@ -384,21 +394,9 @@ static bool multiply_by_ggml(struct worker *worker, const struct ms_product *pro
 
 static uint8_t *bytes_of(struct ms_view view, int32_t index) { return view.data + (size_t)index * view.stride_bytes; }
 
-static const float *input_row(const struct run *run, struct row row) {
-    const struct ggml_tensor *input = run->nodes->input;
-    return (const float *)(run->input + (row.choice % input->ne[1]) * (int64_t)input->nb[1] + row.token * (int64_t)input->nb[2]);
-}
+static const float *input_row(const struct run *run, struct row row) { return ms_row(&run->input, row.choice, row.token); }
 
-static float *output_row(const struct run *run, struct row row) {
-    const struct ggml_tensor *down = run->nodes->down;
-    return (float *)((char *)down->data + row.choice * (int64_t)down->nb[1] + row.token * (int64_t)down->nb[2]);
-}
-
-static uint64_t count_zeros(const float *values, size_t n) {
-    uint64_t zeros = 0;
-    for (size_t i = 0; i < n; i++) zeros += values[i] == 0.0f;
-    return zeros;
-}
+static float *output_row(const struct run *run, struct row row) { return ms_row(run->nodes->down, row.choice, row.token); }
 
 static int list_active(const float *values, int64_t n, int32_t *active, float *active_values) {
     int n_active = 0;
@@ -489,13 +487,11 @@ static void first_part(const struct run *run, struct worker *worker, const struc
 
 /* Gate and up of an expert are done: what they make of its rows, ready for down. */
 static bool activate_entry(struct run *run, struct worker *worker, struct entry *entry) {
-    const struct ms_block_nodes *nodes = run->nodes;
     float *first[2];
-    for (int i = 0; i < nodes->n_first; i++) first[i] = run->first_out[i] + (size_t)entry->first_row * (size_t)run->first[i]->rows;
-    if (!activate(run, worker, entry->expert, entry->n_rows, first)) return false;
-    size_t neurons = (size_t)nodes->down->src[1]->ne[0];
-    const float *hidden = worker->rowwise[nodes->n_rowwise - 1];
-    if (nodes->zeros) worker->zeros += count_zeros(hidden, neurons * (size_t)entry->n_rows);
+    for (int i = 0; i < run->nodes->n_first; i++) first[i] = run->first_out[i] + (size_t)entry->first_row * (size_t)run->first[i]->rows;
+    const float *hidden = activate(run, worker, entry->expert, entry->n_rows, first);
+    if (!hidden) return false;
+    size_t neurons = (size_t)run->down->columns;
     if (run->down->neuron_major) {
         for (int r = 0; r < entry->n_rows; r++) {
             size_t at = (size_t)(entry->first_row + r);
@@ -569,6 +565,55 @@ static void work_by_rows(struct run *run, struct worker *worker) {
     }
 }
 
+/* ------------------------------------------------------------ the next layer of a prompt */
+
+static int by_falling_use(const void *a, const void *b) {
+    const int32_t *x = a, *y = b;
+    return x[1] != y[1] ? (x[1] < y[1] ? 1 : -1) : (x[0] > y[0]) - (x[0] < y[0]);
+}
+
+/* A prompt needs nearly all experts of the next layer too. So many are asked for that, at the share that this layer
+ * used, few are read in vain; the ones that the last prompt used most come first. */
+static void list_ahead(struct ms_block *block) {
+    struct run *run = &block->run;
+    int next = run->nodes->layer + 1;
+    if (next >= run->source->n_layers || run->n_entries < 2) return;
+    if (!ms_product_of(run->products, next, 0)) return; /* in the file, but llama.cpp did not load it */
+    int n_experts = run->source->layers[next].n_experts, of = run->source->layers[run->nodes->layer].n_experts, n = 0;
+    double unused = 1.0 - (double)run->n_entries / of;
+    int most = run->store->capacity(run->store, next) / 2;
+    if (unused > 0 && most > (int)(MOST_WASTE * run->n_entries / unused)) most = (int)(MOST_WASTE * run->n_entries / unused);
+    if (most < 1 || !arena_reset(&block->ahead, (size_t)n_experts * 3 * sizeof(int32_t) + 2 * CACHE_LINE)) return;
+    int32_t(*candidates)[2] = take(&block->ahead, (size_t)n_experts * sizeof *candidates);
+    run->ahead = take(&block->ahead, (size_t)n_experts * sizeof *run->ahead);
+    const int32_t *usage = block->usage[next];
+    for (int e = 0; e < n_experts; e++)
+        if (!usage || usage[e]) {
+            candidates[n][0] = e;
+            candidates[n++][1] = usage ? usage[e] : 1;
+        }
+    qsort(candidates, (size_t)n, sizeof *candidates, by_falling_use);
+    run->n_ahead = n < most ? n : most;
+    for (int i = 0; i < run->n_ahead; i++) run->ahead[i] = candidates[i][0];
+}
+
+/* Asks for as many as this layer's finished experts leave room for. Mutex held. */
+static void read_ahead(struct ms_block *block) {
+    struct run *run = &block->run;
+    if (run->next_ahead == run->n_ahead) return;
+    run->next_ahead += run->store->prefetch(run->store, run->nodes->layer + 1, run->ahead + run->next_ahead, run->n_ahead - run->next_ahead);
+}
+
+static void remember_usage(struct ms_block *block) {
+    const struct run *run = &block->run;
+    if (run->nodes->ids->ne[1] < USAGE_TOKENS) return;
+    int32_t **usage = &block->usage[run->nodes->layer];
+    if (!*usage) *usage = malloc(sizeof(int32_t) * (size_t)run->source->layers[run->nodes->layer].n_experts);
+    if (!*usage) return;
+    memset(*usage, 0, sizeof(int32_t) * (size_t)run->source->layers[run->nodes->layer].n_experts);
+    for (int e = 0; e < run->n_entries; e++) (*usage)[run->entries[e].expert] = run->entries[e].n_rows;
+}
+
 /* ------------------------------------------------------------ tokens divided */
 
 static bool multiply_tile(struct worker *worker, const struct ms_product *product, const struct ggml_tensor *node, uint8_t *matrix, const void *quantised,
@@ -623,16 +668,14 @@ static bool compute_tile(const struct run *run, struct worker *worker, const str
     else
         for (int i = 0; i < nodes->n_first; i++)
             if (!multiply_tile(worker, run->first[i], nodes->first[i], bytes_of(run->first_view[i], entry->index), quantised[i], worker->activations, n, outputs[i])) return false;
-    if (!activate(run, worker, entry->expert, n, worker->first)) return false;
-    const float *hidden = worker->rowwise[nodes->n_rowwise - 1];
-    size_t neurons = (size_t)nodes->down->src[1]->ne[0];
-    if (nodes->zeros) worker->zeros += count_zeros(hidden, neurons * (size_t)n);
+    const float *hidden = activate(run, worker, entry->expert, n, worker->first);
+    if (!hidden) return false;
     if (run->down->neuron_major) {
         add_neurons(run, worker, entry, rows, n, hidden);
         return true;
     }
     for (int r = 0; r < n; r++) {
-        worker->activations[r] = hidden + (size_t)r * neurons;
+        worker->activations[r] = hidden + (size_t)r * (size_t)run->down->columns;
         worker->outputs[r] = output_row(run, rows[r]);
     }
     ms_product_quantise(run->down, worker->activations, n, worker->quantised_hidden, worker->quantise_scratch);
@@ -662,8 +705,6 @@ static int begin_more(struct run *run, bool all) {
         if (run->entries[e].index < 0) run->entries[e].index = run->given[i++];
     return pinned;
 }
-
-static void read_ahead(struct ms_block *block);
 
 /* An entry that is there and has a tile nobody has taken; NULL if there is none. Mutex held. */
 static struct entry *next_entry(struct run *run, bool *all_taken, bool *all_begun) {
@@ -711,55 +752,6 @@ static void work_by_tokens(struct ms_block *block, struct worker *worker) {
     pthread_mutex_unlock(&run->mutex);
 }
 
-/* ------------------------------------------------------------ the next layer of a prompt */
-
-static int by_falling_use(const void *a, const void *b) {
-    const int32_t *x = a, *y = b;
-    return x[1] != y[1] ? (x[1] < y[1] ? 1 : -1) : (x[0] > y[0]) - (x[0] < y[0]);
-}
-
-/* A prompt needs nearly all experts of the next layer too. So many are asked for that, at the share that this layer
- * used, few are read in vain; the ones that the last prompt used most come first. */
-static void list_ahead(struct ms_block *block) {
-    struct run *run = &block->run;
-    int next = run->nodes->layer + 1;
-    if (next >= run->source->n_layers || run->n_entries < 2) return;
-    if (!ms_product_of(run->products, next, 0)) return; /* in the file, but llama.cpp did not load it */
-    int n_experts = run->source->layers[next].n_experts, of = run->source->layers[run->nodes->layer].n_experts, n = 0;
-    double unused = 1.0 - (double)run->n_entries / of;
-    int most = run->store->capacity(run->store, next) / 2;
-    if (unused > 0 && most > (int)(MOST_WASTE * run->n_entries / unused)) most = (int)(MOST_WASTE * run->n_entries / unused);
-    if (most < 1 || !arena_reset(&block->ahead, (size_t)n_experts * 3 * sizeof(int32_t) + 2 * CACHE_LINE)) return;
-    int32_t(*candidates)[2] = take(&block->ahead, (size_t)n_experts * sizeof *candidates);
-    run->ahead = take(&block->ahead, (size_t)n_experts * sizeof *run->ahead);
-    const int32_t *usage = block->usage[next];
-    for (int e = 0; e < n_experts; e++)
-        if (!usage || usage[e]) {
-            candidates[n][0] = e;
-            candidates[n++][1] = usage ? usage[e] : 1;
-        }
-    qsort(candidates, (size_t)n, sizeof *candidates, by_falling_use);
-    run->n_ahead = n < most ? n : most;
-    for (int i = 0; i < run->n_ahead; i++) run->ahead[i] = candidates[i][0];
-}
-
-/* Asks for as many as this layer's finished experts leave room for. Mutex held. */
-static void read_ahead(struct ms_block *block) {
-    struct run *run = &block->run;
-    if (run->next_ahead == run->n_ahead) return;
-    run->next_ahead += run->store->prefetch(run->store, run->nodes->layer + 1, run->ahead + run->next_ahead, run->n_ahead - run->next_ahead);
-}
-
-static void remember_usage(struct ms_block *block) {
-    const struct run *run = &block->run;
-    if (run->nodes->ids->ne[1] < USAGE_TOKENS) return;
-    int32_t **usage = &block->usage[run->nodes->layer];
-    if (!*usage) *usage = malloc(sizeof(int32_t) * (size_t)run->source->layers[run->nodes->layer].n_experts);
-    if (!*usage) return;
-    memset(*usage, 0, sizeof(int32_t) * (size_t)run->source->layers[run->nodes->layer].n_experts);
-    for (int e = 0; e < run->n_entries; e++) (*usage)[run->entries[e].expert] = run->entries[e].n_rows;
-}
-
 /* ------------------------------------------------------------ the two operations */
 
 static void work(struct ggml_tensor *dst, int ith, int nth, void *userdata) {
@@ -795,10 +787,6 @@ static void sum_choices(struct ggml_tensor *dst, int ith, int nth, void *userdat
 
 /* ------------------------------------------------------------ preparing a run */
 
-static int32_t id_at(const struct ggml_tensor *ids, int64_t k, int64_t t) {
-    return *(const int32_t *)((const char *)ids->data + t * (int64_t)ids->nb[1] + k * (int64_t)ids->nb[0]);
-}
-
 static int compare_ints(const void *a, const void *b) {
     int x = *(const int *)a, y = *(const int *)b;
     return (x < y) - (x > y);
@@ -828,12 +816,12 @@ static void group_rows(struct run *run, const int32_t *wanted, int32_t *entry_of
         entry_of[wanted[e]] = e;
     }
     for (int64_t t = 0; t < ids->ne[1]; t++)
-        for (int64_t k = 0; k < ids->ne[0]; k++) run->entries[entry_of[id_at(ids, k, t)]].n_rows++;
+        for (int64_t k = 0; k < ids->ne[0]; k++) run->entries[entry_of[ms_choice(ids, k, t)]].n_rows++;
     for (int e = 1; e < run->n_entries; e++) run->entries[e].first_row = run->entries[e - 1].first_row + run->entries[e - 1].n_rows;
     for (int e = 0; e < run->n_entries; e++) run->entries[e].n_rows = 0;
     for (int64_t t = 0; t < ids->ne[1]; t++)
         for (int64_t k = 0; k < ids->ne[0]; k++) {
-            struct entry *entry = &run->entries[entry_of[id_at(ids, k, t)]];
+            struct entry *entry = &run->entries[entry_of[ms_choice(ids, k, t)]];
             run->rows[entry->first_row + entry->n_rows++] = (struct row){(int32_t)k, (int32_t)t};
         }
 }
@@ -961,11 +949,11 @@ static bool prepare_table(struct ms_block *block, const int32_t *wanted) {
     int32_t *scratch = take(table, n_experts * sizeof(int32_t));
     group_rows(run, wanted, scratch);
     choose_kept(run, scratch);
-    run->input = nodes->input->data;
-    if (copied) run->input = memcpy(take(table, copied), nodes->input->data, copied);
+    run->input = *nodes->input;
+    if (copied) run->input.data = memcpy(take(table, copied), nodes->input->data, copied);
     for (int64_t t = 0; nodes->sum && t < nodes->ids->ne[1]; t++)
         for (int64_t k = 0; k < nodes->ids->ne[0]; k++)
-            run->weights[t * nodes->ids->ne[0] + k] = *(const float *)((const char *)nodes->weights->data + k * (int64_t)nodes->weights->nb[1] + t * (int64_t)nodes->weights->nb[2]);
+            run->weights[t * nodes->ids->ne[0] + k] = *ms_row(nodes->weights, k, t);
     return true;
 }
 

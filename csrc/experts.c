@@ -8,6 +8,7 @@
 #include "ggml-cpu.h"
 #include "message.h"
 #include "neuron_major.h"
+#include "tensor.h"
 
 /* ggml's MUL_MAT_ID keeps a table of (indices in the view) x (rows). Where it
  * would be larger than this the product is worked in rounds, whose gathered
@@ -114,17 +115,13 @@ static const struct ms_expert_tensor *expert_product(const struct ms_experts *ex
     return node->op == GGML_OP_MUL_MAT_ID ? experts->lookup(node->src[0]) : NULL;
 }
 
-static int32_t id_at(const struct ggml_tensor *ids, int64_t k, int64_t t) {
-    return *(const int32_t *)((const char *)ids->data + t * (int64_t)ids->nb[1] + k * (int64_t)ids->nb[0]);
-}
-
 /* Lists the distinct experts of `ids` in experts->wanted. -1: one is out of range. */
 static int distinct_experts(struct ms_experts *experts, const struct ggml_tensor *ids, int n_experts) {
     int n = 0;
     for (int e = 0; e < n_experts; e++) experts->index_of[e] = -1;
     for (int64_t t = 0; t < ids->ne[1]; t++)
         for (int64_t k = 0; k < ids->ne[0]; k++) {
-            int32_t e = id_at(ids, k, t);
+            int32_t e = ms_choice(ids, k, t);
             if (e < 0 || e >= n_experts) return -1;
             if (experts->index_of[e] >= 0) continue;
             experts->index_of[e] = n;
@@ -187,15 +184,6 @@ static void set_operation(struct ggml_tensor *node, const struct operation *oper
 
 static struct operation product_operation(const struct ms_experts *experts, const struct ggml_tensor *node, struct ms_view view) {
     return operation_of(view.neuron_major_type >= 0 ? &experts->neuron_major : node);
-}
-
-static struct ggml_tensor plain_tensor(enum ggml_type type, void *data, int64_t ne0, int64_t ne1, int64_t ne2) {
-    struct ggml_tensor t = {.type = type, .op = GGML_OP_NONE, .ne = {ne0, ne1, ne2, 1}, .data = data};
-    t.nb[0] = ggml_type_size(type);
-    t.nb[1] = t.nb[0] * (size_t)ne0;
-    t.nb[2] = t.nb[1] * (size_t)ne1;
-    t.nb[3] = t.nb[2] * (size_t)ne2;
-    return t;
 }
 
 /* Computes nodes [begin, end) as one graph on the private backend. */
@@ -273,8 +261,8 @@ static enum ggml_status compute_at_once(struct ms_experts *experts, struct ms_st
     }
     for (int64_t t = 0; t < ids->ne[1]; t++)
         for (int64_t k = 0; k < ids->ne[0]; k++)
-            experts->ids[t * ids->ne[0] + k] = experts->indices[experts->index_of[id_at(ids, k, t)]] - span.low;
-    struct ggml_tensor lent_ids = plain_tensor(GGML_TYPE_I32, experts->ids, ids->ne[0], ids->ne[1], 1);
+            experts->ids[t * ids->ne[0] + k] = experts->indices[experts->index_of[ms_choice(ids, k, t)]] - span.low;
+    struct ggml_tensor lent_ids = ms_tensor(GGML_TYPE_I32, experts->ids, ids->ne[0], ids->ne[1], 1);
     return compute_lent(experts, store, graph, begin, end, layer, span, &lent_ids, compute_ns);
 }
 
@@ -292,7 +280,7 @@ static enum ggml_status compute_round(struct ms_experts *experts, struct ms_stor
     size_t n_rows = 0;
     for (int64_t t = 0; t < ids->ne[1]; t++)
         for (int64_t k = 0; k < ids->ne[0]; k++) {
-            int32_t i = experts->index_of[id_at(ids, k, t)];
+            int32_t i = experts->index_of[ms_choice(ids, k, t)];
             n_rows += i >= first && i < first + n;
         }
     size_t columns = (size_t)x->ne[0], outputs = (size_t)node->ne[0];
@@ -305,21 +293,20 @@ static enum ggml_status compute_round(struct ms_experts *experts, struct ms_stor
     size_t row = 0;
     for (int64_t t = 0; t < ids->ne[1]; t++)
         for (int64_t k = 0; k < ids->ne[0]; k++) {
-            int32_t i = experts->index_of[id_at(ids, k, t)];
+            int32_t i = experts->index_of[ms_choice(ids, k, t)];
             if (i < first || i >= first + n) continue;
-            const char *source = (const char *)x->data + (k % x->ne[1]) * (int64_t)x->nb[1] + t * (int64_t)x->nb[2];
-            memcpy(gathered + row * columns, source, columns * sizeof(float));
+            memcpy(gathered + row * columns, ms_row(x, k, t), columns * sizeof(float));
             experts->ids[row++] = experts->indices[i] - span.low;
         }
     struct ms_view view = store->view(store, tensor->layer, tensor->matrix);
     struct operation operation = product_operation(experts, node, view);
     struct ggml_tensor weight = view_as_weight(node->src[0], view, span);
-    struct ggml_tensor input = plain_tensor(GGML_TYPE_F32, gathered, (int64_t)columns, 1, (int64_t)n_rows);
-    struct ggml_tensor row_ids = plain_tensor(GGML_TYPE_I32, experts->ids, 1, (int64_t)n_rows, 1);
+    struct ggml_tensor input = ms_tensor(GGML_TYPE_F32, gathered, (int64_t)columns, 1, (int64_t)n_rows);
+    struct ggml_tensor row_ids = ms_tensor(GGML_TYPE_I32, experts->ids, 1, (int64_t)n_rows, 1);
     struct ggml_tensor product = *node;
     set_operation(&product, &operation);
     for (int i = 0; i < 4; i++) {
-        struct ggml_tensor shape = plain_tensor(GGML_TYPE_F32, products, (int64_t)outputs, 1, (int64_t)n_rows);
+        struct ggml_tensor shape = ms_tensor(GGML_TYPE_F32, products, (int64_t)outputs, 1, (int64_t)n_rows);
         product.ne[i] = shape.ne[i];
         product.nb[i] = shape.nb[i];
     }
@@ -335,9 +322,9 @@ static enum ggml_status compute_round(struct ms_experts *experts, struct ms_stor
     row = 0;
     for (int64_t t = 0; t < ids->ne[1]; t++)
         for (int64_t k = 0; k < ids->ne[0]; k++) {
-            int32_t i = experts->index_of[id_at(ids, k, t)];
+            int32_t i = experts->index_of[ms_choice(ids, k, t)];
             if (i < first || i >= first + n) continue;
-            memcpy((char *)node->data + k * (int64_t)node->nb[1] + t * (int64_t)node->nb[2], products + row++ * outputs, outputs * sizeof(float));
+            memcpy(ms_row(node, k, t), products + row++ * outputs, outputs * sizeof(float));
         }
 end:
     store->release(store, tensor->layer, indices, n);
@@ -347,7 +334,7 @@ end:
 static int32_t rows_of(const struct ms_experts *experts, const struct ggml_tensor *ids, int i) {
     int32_t rows = 0;
     for (int64_t t = 0; t < ids->ne[1]; t++)
-        for (int64_t k = 0; k < ids->ne[0]; k++) rows += experts->index_of[id_at(ids, k, t)] == i;
+        for (int64_t k = 0; k < ids->ne[0]; k++) rows += experts->index_of[ms_choice(ids, k, t)] == i;
     return rows;
 }
 

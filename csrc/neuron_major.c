@@ -6,6 +6,7 @@
 
 #include "ggml.h"
 #include "rows.h"
+#include "tensor.h"
 
 #define SHARE 256 /* threads get multiples of so many outputs: every type's block divides it */
 
@@ -21,10 +22,9 @@ void ms_neuron_major_product(struct ggml_tensor *dst, int ith, int nth, void *un
     if (begin >= end) return;
     for (int64_t i = is_whole ? n_products * ith / nth : 0; i < (is_whole ? n_products * (ith + 1) / nth : n_products); i++) {
         int64_t t = i / choices, k = i % choices;
-        int32_t expert = *(const int32_t *)((const char *)ids->data + t * (int64_t)ids->nb[1] + k * (int64_t)ids->nb[0]);
-        const uint8_t *weights = (const uint8_t *)experts->data + expert * (int64_t)experts->nb[2];
-        const float *x = (const float *)((const char *)input->data + (k % input->ne[1]) * (int64_t)input->nb[1] + t * (int64_t)input->nb[2]);
-        float *y = (float *)((char *)dst->data + k * (int64_t)dst->nb[1] + t * (int64_t)dst->nb[2]);
+        const uint8_t *weights = (const uint8_t *)experts->data + ms_choice(ids, k, t) * (int64_t)experts->nb[2];
+        const float *x = ms_row(input, k, t);
+        float *y = ms_row(dst, k, t);
         memset(y + begin, 0, (size_t)(end - begin) * sizeof(float));
         ms_rows_add_tokens(experts->type, weights, outputs, (int)neurons, x, 0, 1, begin, end, y, 0);
     }

@@ -10,9 +10,9 @@
 #include "message.h"
 #include "rows.h"
 
-#define PROBE_ROWS 64
-#define PROBE_TOKENS 80 /* more than from which on any kernel of ggml's takes several at once */
-#define MOST_BLOCKS 4   /* of activations that one call of gemm takes, times 4 */
+/* Kernels take many rows and activations at once, and then what is left in smaller steps: there is something for each. */
+#define PROBE_ROWS 72   /* 64 + 8 */
+#define PROBE_TOKENS 78 /* 64 + 12 + 2, and more than from which on any kernel of ggml's takes several at once */
 
 struct ms_products {
     int n;
@@ -72,8 +72,8 @@ struct probe {
     struct ggml_context *context;
     ggml_backend_buffer_t buffer;
     struct ggml_tensor *weight;
-    float *activations;         /* [PROBE_TOKENS][columns] */
-    float *one, *many;          /* ggml's products [PROBE_TOKENS][PROBE_ROWS], one token at a time and all together */
+    float *activations; /* [PROBE_TOKENS][columns] */
+    float *one, *many;  /* ggml's products [PROBE_ROWS] of the first token alone, and [PROBE_TOKENS][PROBE_ROWS] of all together */
 };
 
 static void probe_close(struct probe *probe) {
@@ -126,7 +126,7 @@ static bool probe_open(struct probe *probe, ggml_backend_t cpu, const struct ms_
         ggml_backend_buffer_type_t buft = product->prototype ? ggml_backend_buffer_get_type(product->prototype->buffer) : ggml_backend_cpu_buffer_type();
         probe->buffer = ggml_backend_buft_alloc_buffer(buft, ggml_backend_buft_get_alloc_size(buft, probe->weight));
         probe->activations = malloc(PROBE_TOKENS * columns * sizeof(float));
-        probe->one = malloc(PROBE_TOKENS * PROBE_ROWS * sizeof(float));
+        probe->one = malloc(PROBE_ROWS * sizeof(float));
         probe->many = malloc(PROBE_TOKENS * PROBE_ROWS * sizeof(float));
         ok = probe->buffer && probe->activations && probe->one && probe->many &&
              ggml_backend_tensor_alloc(probe->buffer, probe->weight, ggml_backend_buffer_get_base(probe->buffer)) == GGML_STATUS_SUCCESS;
@@ -134,8 +134,7 @@ static bool probe_open(struct probe *probe, ggml_backend_t cpu, const struct ms_
     if (ok) {
         fill(probe->activations, PROBE_TOKENS * columns, 2);
         ggml_backend_tensor_set(probe->weight, plain, 0, PROBE_ROWS * ggml_row_size(product->type, product->columns));
-        for (int t = 0; t < PROBE_TOKENS && ok; t++) ok = ask_ggml(cpu, probe->weight, probe->activations + (size_t)t * columns, 1, probe->one + t * PROBE_ROWS);
-        ok = ok && ask_ggml(cpu, probe->weight, probe->activations, PROBE_TOKENS, probe->many);
+        ok = ask_ggml(cpu, probe->weight, probe->activations, 1, probe->one) && ask_ggml(cpu, probe->weight, probe->activations, PROBE_TOKENS, probe->many);
     }
     free(values);
     free(plain);
@@ -169,7 +168,6 @@ static bool is_exact(const struct ms_product *product, const struct probe *probe
 /* ------------------------------------------------------------ choosing */
 
 static bool choose_plain(struct ms_product *product, const struct probe *probe) {
-    product->group = 1;
     if (!ggml_get_type_traits_cpu(product->type)->vec_dot || !is_exact(product, probe, 1, probe->one)) return false;
     product->by_ggml = !is_exact(product, probe, PROBE_TOKENS, probe->many);
     return true;
@@ -189,20 +187,18 @@ static bool choose_interleaved(struct ms_product *product, const struct probe *p
         product->gemv = (ms_gem)dlsym(RTLD_DEFAULT, name);
         product->gemm = NULL;
         product->quantise_four = NULL;
-        product->group = shapes[i].rows;
-        if (!product->gemv || product->rows % product->group || !is_exact(product, probe, 1, probe->one)) continue;
-        product->by_ggml = !is_exact(product, probe, PROBE_TOKENS, probe->many);
+        if (!product->gemv || product->rows % shapes[i].rows || !is_exact(product, probe, 1, probe->one)) continue;
+        bool row_by_row = is_exact(product, probe, PROBE_TOKENS, probe->many);
         memcpy(name + 8, "m", 1);
         product->gemm = (ms_gem)dlsym(RTLD_DEFAULT, name);
         snprintf(name, sizeof name, "ggml_quantize_mat_%s_4x%d", ggml_type_name(activation), shapes[i].bytes);
         product->quantise_four = (ms_quantise_four)dlsym(RTLD_DEFAULT, name);
-        bool usable = product->gemm && product->quantise_four && (fast || is_exact(product, probe, PROBE_TOKENS, probe->many));
-        if (!usable) {
+        bool by_fours = product->gemm && product->quantise_four && (fast || is_exact(product, probe, PROBE_TOKENS, probe->many));
+        if (!by_fours) {
             product->gemm = NULL;
             product->quantise_four = NULL;
-        } else {
-            product->by_ggml = false;
         }
+        product->by_ggml = !row_by_row && !by_fours;
         return true;
     }
     return false;
@@ -247,9 +243,9 @@ int ms_products_open(const struct ms_source *source, const bool *wanted_layers, 
             if (!product) {
                 product = &products->all[products->n++];
                 *product = wanted;
-                if (!choose(product, cpu, fast)) product->group = -1;
+                product->usable = choose(product, cpu, fast);
             }
-            products->of[l][m] = product->group < 0 ? NULL : product;
+            products->of[l][m] = product->usable ? product : NULL;
         }
     ggml_backend_free(cpu);
     *out = products;

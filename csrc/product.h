@@ -30,7 +30,7 @@ struct ms_product {
     size_t row_bytes;
     bool neuron_major;
     const struct ggml_tensor *prototype; /* of interleaved rows, or NULL */
-    int group; /* rows that must be asked for together */
+    bool usable; /* there is a kernel with ggml's bits, at least for one activation */
     bool by_ggml; /* more than one activation must be computed by ggml's MUL_MAT_ID; never with neuron-major */
     /* activations: quantised one by one, or four interleaved where there is a kernel for these */
     size_t activation_bytes;
@@ -53,8 +53,8 @@ bool ms_product_same_activations(const struct ms_product *a, const struct ms_pro
 /* Quantises n activations into `out`, n * activation_bytes. scratch: 4 * columns floats. */
 void ms_product_quantise(const struct ms_product *product, const float *const *activations, int n, void *out, float *scratch);
 
-/* outputs[a][row - first] = row `row` of `matrix` times activation a, for n_rows rows from `first` on, both multiples of
- * the group. `quantised`: from ms_product_quantise of the n activations. scratch: n * n_rows floats. Not for neuron-major. */
+/* outputs[a][row - first] = row `row` of `matrix` times activation a, for n_rows rows from `first` on; where rows are
+ * interleaved, both multiples of as many as go together. `quantised`: from ms_product_quantise of the n activations. scratch: n * n_rows floats. Not for neuron-major. */
 void ms_product_multiply(const struct ms_product *product, const uint8_t *matrix, int64_t first, int64_t n_rows, const void *quantised, int n,
                          float *const *outputs, float *scratch);
 
