@@ -28,16 +28,6 @@ from moestream import (
 )
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
-@pytest.fixture(scope="module")
-def model(folder: Path) -> Path:
-    return make(folder)
-
-
 def load(path: object, **options: Any) -> None:
     """Loads and closes a streamed model."""
     Llama(path, **{"expert_streaming": True, **CONTEXT, **options}).close()  # type: ignore[arg-type]

@@ -30,16 +30,6 @@ BATCHES = (1, 2, 3, 7, 16, 64, 130)
 LONG: dict[str, Any] = {**CONTEXT, "n_ctx": 256, "n_batch": 130, "n_ubatch": 130}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
-@pytest.fixture(scope="module")
-def model(folder: Path) -> Path:
-    return make(folder)
-
-
 def threads(n: int) -> dict[str, int]:
     return {"n_threads": n, "n_threads_batch": n}
 

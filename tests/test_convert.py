@@ -34,11 +34,6 @@ from moestream.layout.quantise import TYPES, number_ranges, quantise
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
-@pytest.fixture(scope="module")
 def stock(folder: Path) -> Path:
     return make(folder, "qwen3moe")
 

@@ -21,11 +21,6 @@ from moestream.layout.interleaving import TARGETS
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
-@pytest.fixture(scope="module")
 def stock(folder: Path) -> Path:
     return make(folder, "qwen3moe")
 

@@ -24,11 +24,6 @@ from moestream.layout.source import open_source
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
-@pytest.fixture(scope="module")
 def stock(folder: Path) -> Path:
     return make(folder, "qwen3moe", experts=5, alignment=64)
 

@@ -28,11 +28,6 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
 @pytest.fixture
 def python_reader() -> Iterator[Callable[..., PythonReader]]:
     with contextlib.ExitStack() as stack:
@@ -688,6 +683,15 @@ def test_a_damaged_expert_is_found_only_when_asked_to(
 # Several threads
 
 
+def _in_threads(n_threads: int, work: Callable[[int], None]) -> None:
+    """Runs `work` in so many threads at once, each with a number of its own, and waits for all."""
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(n_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 def hammer(path: Path, n_threads: int, interleaved: bool) -> str:
     """Threads that want more of a pool than it has, all at once; an empty string if all of them got it."""
     wrong: list[str] = []
@@ -710,11 +714,7 @@ def hammer(path: Path, n_threads: int, interleaved: bool) -> str:
             except BaseException as error:
                 wrong.append(repr(error))
 
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(n_threads)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        _in_threads(n_threads, work)
         counters = store.counters()
         if counters.slots_used > counters.slots_total:
             wrong.append(f"{counters.slots_used} of {counters.slots_total} slots used")
@@ -775,11 +775,7 @@ def hammer_piecemeal(path: Path, n_threads: int, interleaved: bool) -> str:
             except BaseException as error:
                 wrong.append(repr(error))
 
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(n_threads)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        _in_threads(n_threads, work)
         reader.fails = lambda at: 0
         for layer in range(source.n_layers):  # waits for ever for a pin that was left behind
             store.release(layer, store.acquire(layer, list(range(store.capacity(layer)))[:8]))

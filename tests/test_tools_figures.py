@@ -16,7 +16,7 @@ import pytest
 import moestream
 from factory import make
 from isolation import isolated
-from measure import bandwidth, compute, disk
+from measure import compiler, compute, disk
 from measure.arms import Arm, Session, random_prompt
 from measure.bandwidth import MemoryReader
 from measure.competitor import Competitor
@@ -101,7 +101,7 @@ def test_memory_is_read_at_some_speed() -> None:
 
 
 def test_without_a_compiler_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bandwidth.shutil, "which", lambda name: None)
+    monkeypatch.setattr(compiler.shutil, "which", lambda name: None)
     with pytest.raises(
         MeasurementError, match=r"^no C compiler \(cc, gcc or clang\) was found, .*: apt-get install gcc"
     ):

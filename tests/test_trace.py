@@ -230,11 +230,6 @@ def test_a_trace_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypat
 # Recording
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
 @contextlib.contextmanager
 def loaded(path: Path, cache: int | None = None, **options: Any) -> Iterator[Llama]:
     """Plain kernels and the smallest cache, or a given one."""
@@ -311,11 +306,6 @@ def test_smallthinkers_first_router_is_that_of_the_embedding(gating: str, folder
     assert np.allclose(trace.weights[:, 0], weights, atol=1e-3)
     assert not np.array_equal(trace.experts[:, 1], chosen)
     assert weights.std() > (0.1 if gating == "softmax" else 0)
-
-
-@pytest.fixture(scope="module")
-def model(folder: Path) -> Path:
-    return make(folder)
 
 
 def test_texts_are_independent_of_each_other_and_of_what_the_model_evaluated(model: Path) -> None:

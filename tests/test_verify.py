@@ -18,11 +18,6 @@ from moestream.layout.gguf_file import U32, open_gguf, pair
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
-@pytest.fixture(scope="module")
 def stock(folder: Path) -> Path:
     return make(folder, "qwen3moe", experts=5)
 

@@ -38,7 +38,7 @@ Tokens = Generator[None, float, None]
 class DecodeThreads:
     """Chooses the number of threads a token at a time.
 
-    >>> threads = DecodeThreads(2, set_threads=context.set, remembered=False, candidates=(1, 2))
+    >>> threads = DecodeThreads(2, set_threads=context.set, known=False, candidates=candidates(), core_wait_s=core_wait_s)
     >>> with threads.token():
     ...     decode()
 

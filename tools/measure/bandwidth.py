@@ -12,14 +12,12 @@ import concurrent.futures
 import ctypes
 import mmap
 import os
-import shutil
-import subprocess
 import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
 
-from .figure import MeasurementError
+from .compiler import shared_library
 
 __all__ = ["MemoryReader"]
 
@@ -84,20 +82,10 @@ class MemoryReader:
 
 
 def _compiled() -> ctypes._CFuncPtr:
-    compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))), None)
-    if compiler is None:
-        raise MeasurementError(
-            "no C compiler (cc, gcc or clang) was found, and memory bandwidth is measured with one: "
-            "apt-get install gcc, or your system's equivalent"
-        )
     with tempfile.TemporaryDirectory() as folder:
-        source, library = Path(folder, "total.c"), Path(folder, "total.so")
+        source = Path(folder, "total.c")
         source.write_text(_SOURCE)
-        command = [compiler, "-O3", "-march=native", "-shared", "-fPIC", "-o", library, source]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise MeasurementError(f"{compiler} cannot compile the loop that reads memory: {done.stderr[-400:]}")
-        total = ctypes.CDLL(str(library)).total  # which stays loaded when the file is gone
+        total = ctypes.CDLL(str(shared_library(source, Path(folder)))).total  # which stays loaded when the file is gone
     total.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     total.restype = ctypes.c_uint64
     return total

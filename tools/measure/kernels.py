@@ -10,10 +10,7 @@ it is below that of reading all, and no kernel can be faster.
 from __future__ import annotations
 
 import mmap
-import shlex
-import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -28,9 +25,11 @@ from cffi import FFI
 import moestream._native
 
 if __package__:
+    from .compiler import shared_library
     from .figure import Figure, MeasurementError
 else:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from measure.compiler import shared_library
     from measure.figure import Figure, MeasurementError
 
 __all__ = ["kernel_bandwidth"]
@@ -90,7 +89,7 @@ class Kernels:
     """The compiled passes and what they run over."""
 
     def __init__(self, folder: Path) -> None:
-        self._passes = _compiled(folder)
+        self._passes = ffi.dlopen(str(shared_library(Path(__file__).with_suffix(".c"), folder)))
         self._core: Any = ffi.dlopen(str(moestream._native.LIBRARY))
         self.name = ffi.string(self._core.ms_rows_kernels()).decode()
         random = np.random.default_rng(0)
@@ -146,19 +145,6 @@ def _blocks(random: np.random.Generator, n: int, size: int) -> np.ndarray:
         part = blocks[begin : begin + len(some)]
         part[:] = some[: len(part)]
     return blocks
-
-
-def _compiled(folder: Path) -> Any:
-    compiler = shutil.which("cc")
-    if not compiler:
-        raise MeasurementError("needs a C compiler, cc; Debian: apt install gcc")
-    library = folder / "kernels.so"
-    source = Path(__file__).with_suffix(".c")
-    flags = shlex.split("-O3 -march=native -shared -fPIC -pthread")
-    done = subprocess.run([compiler, *flags, str(source), "-o", str(library)], capture_output=True, text=True)
-    if done.returncode:
-        raise MeasurementError(f"{source.name} does not compile: {done.stderr[-500:]}")
-    return ffi.dlopen(str(library))
 
 
 def kernel_bandwidth() -> Iterator[Figure]:
