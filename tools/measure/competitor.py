@@ -37,10 +37,10 @@ class Competitor:
     """Runs inside the `with` block."""
 
     def __enter__(self) -> Competitor:
+        # A kernel without autogroups, or with an empty file for them, shares by process alone: there is nothing to set.
         weight = ""
-        # A kernel without autogroups shares by process alone, and there is nothing to set.
-        with contextlib.suppress(FileNotFoundError):
-            weight = Path(_AUTOGROUP).read_text().split()[-1]
+        with contextlib.suppress(OSError):
+            weight = "".join(Path(_AUTOGROUP).read_text().split()[-1:])
         command = [sys.executable, "-S", "-c", _BUSY, str(os.getpid()), weight]
         self._process = subprocess.Popen(command, start_new_session=True)
         time.sleep(SETTLES_S)
