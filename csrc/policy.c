@@ -1,69 +1,20 @@
 #include "policy.h"
 
-#include <stdlib.h>
+#include <errno.h>
+#include <string.h>
 
-/* A ring through one sentinel, the slot number n_slots: next of it is the most
- * recently used slot, previous of it the least. A slot outside the ring points
- * at itself. */
-struct lru {
-    struct ms_policy base;
-    int sentinel;
-    int *next, *previous;
-};
+#include "message.h"
 
-static void unlink_slot(struct lru *lru, int slot) {
-    lru->next[lru->previous[slot]] = lru->next[slot];
-    lru->previous[lru->next[slot]] = lru->previous[slot];
-    lru->next[slot] = lru->previous[slot] = slot;
-}
+static const struct {
+    const char *name;
+    struct ms_policy *(*open)(int n_slots, int n_keys);
+} policies[] = {{"lru", ms_policy_lru}, {"lfu", ms_policy_lfu}, {"lrfu", ms_policy_lrfu}};
 
-static void link_behind(struct lru *lru, int slot, int before) {
-    int after = lru->next[before];
-    lru->next[slot] = after;
-    lru->previous[slot] = before;
-    lru->previous[after] = slot;
-    lru->next[before] = slot;
-}
-
-static void lru_used(struct ms_policy *policy, int slot) {
-    struct lru *lru = (struct lru *)policy;
-    unlink_slot(lru, slot);
-    link_behind(lru, slot, lru->sentinel);
-}
-
-static void lru_cooled(struct ms_policy *policy, int slot) {
-    struct lru *lru = (struct lru *)policy;
-    unlink_slot(lru, slot);
-    link_behind(lru, slot, lru->previous[lru->sentinel]);
-}
-
-static void lru_emptied(struct ms_policy *policy, int slot) { unlink_slot((struct lru *)policy, slot); }
-
-static int lru_victim(struct ms_policy *policy, bool (*may)(void *, int), void *context) {
-    struct lru *lru = (struct lru *)policy;
-    for (int slot = lru->previous[lru->sentinel]; slot != lru->sentinel; slot = lru->previous[slot])
-        if (may(context, slot)) return slot;
-    return -1;
-}
-
-static void lru_free(struct ms_policy *policy) {
-    struct lru *lru = (struct lru *)policy;
-    free(lru->next);
-    free(lru->previous);
-    free(lru);
-}
-
-struct ms_policy *ms_policy_lru(int n_slots) {
-    struct lru *lru = calloc(1, sizeof *lru);
-    if (!lru) return NULL;
-    lru->base = (struct ms_policy){.filled = lru_used, .used = lru_used, .cooled = lru_cooled, .emptied = lru_emptied, .victim = lru_victim, .free = lru_free};
-    lru->sentinel = n_slots;
-    lru->next = malloc(sizeof(int) * (size_t)(n_slots + 1));
-    lru->previous = malloc(sizeof(int) * (size_t)(n_slots + 1));
-    if (!lru->next || !lru->previous) {
-        lru_free(&lru->base);
-        return NULL;
+int ms_policy_open(const char *name, int n_slots, int n_keys, struct ms_policy **out, char *err, size_t errlen) {
+    for (size_t i = 0; i < sizeof policies / sizeof *policies; i++) {
+        if (strcmp(name, policies[i].name) != 0) continue;
+        *out = policies[i].open(n_slots, n_keys);
+        return *out ? 0 : ms_fail(-ENOMEM, err, errlen, "out of memory for the order of %d slots", n_slots);
     }
-    for (int i = 0; i <= n_slots; i++) lru->next[i] = lru->previous[i] = i;
-    return &lru->base;
+    return ms_fail(-EINVAL, err, errlen, "unknown policy \"%s\"; known are lru, lfu and lrfu", name);
 }
