@@ -1,0 +1,329 @@
+#include "prerouter.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "clock.h"
+#include "tensor.h"
+
+#define MOST_TOKENS 8    /* of a batch whose experts are worth guessing */
+#define MOST_RANKS 48    /* experts predicted for a layer */
+#define LEAST_CONFIDENCE 0.55f
+#define FIRST_CONFIDENCE 0.5f /* of a rank that was never tried */
+#define LEARNING 0.02f   /* weight of one observation */
+#define NEARBY_TOKENS 8
+#define MADE_UP_SEED 0x9E3779B97F4A7C15ull
+
+struct prediction {
+    int n; /* 0: none */
+    int32_t experts[MOST_RANKS];
+    bool held[MOST_RANKS]; /* in memory when it was said */
+};
+
+struct layer {
+    struct prediction known, ahead[MS_DEPTHS]; /* of the token under way */
+    int n_last;
+    int32_t last[MOST_RANKS]; /* chosen by the token before */
+};
+
+struct ms_prerouter {
+    int n_layers;
+    struct layer *layers;
+    /* How often an expert of that rank was chosen; those that were in memory apart, for what is there was used before
+     * and is chosen more often than what is not, whoever names it. */
+    float confidence[2][MS_DEPTHS][MOST_RANKS];
+    bool *held; /* scratch: one an expert */
+    int n_held;
+    struct ms_router_scratch scratch;
+    struct ms_trial trial;
+    uint64_t random;
+    /* for the depth */
+    struct ms_store_counters seen;
+    int depth;
+};
+
+struct ms_prerouter *ms_prerouter_new(void) {
+    struct ms_prerouter *prerouter = calloc(1, sizeof *prerouter);
+    if (!prerouter) return NULL;
+    ms_trial_begin(&prerouter->trial);
+    prerouter->random = MADE_UP_SEED;
+    prerouter->depth = 1;
+    for (int held = 0; held < 2; held++)
+        for (int d = 0; d < MS_DEPTHS; d++)
+            for (int r = 0; r < MOST_RANKS; r++) prerouter->confidence[held][d][r] = FIRST_CONFIDENCE;
+    return prerouter;
+}
+
+void ms_prerouter_free(struct ms_prerouter *prerouter) {
+    if (!prerouter) return;
+    ms_router_scratch_free(&prerouter->scratch);
+    free(prerouter->layers);
+    free(prerouter->held);
+    free(prerouter);
+}
+
+static struct layer *layer_of(struct ms_prerouter *prerouter, const struct ms_prerouter_model *model, int layer) {
+    if (!prerouter->layers) {
+        prerouter->n_layers = model->source->n_layers;
+        prerouter->layers = calloc((size_t)prerouter->n_layers, sizeof *prerouter->layers);
+    }
+    return prerouter->layers ? &prerouter->layers[layer] : NULL;
+}
+
+static bool contains(const int32_t *list, int n, int32_t x) {
+    for (int i = 0; i < n; i++)
+        if (list[i] == x) return true;
+    return false;
+}
+
+/* ------------------------------------------------------------ what was said against what came */
+
+static void count(struct ms_prediction_counters *counters, const struct prediction *prediction, const int32_t *chosen, int n) {
+    if (prediction->n == 0) return;
+    int recalled = 0, said = prediction->n < n ? prediction->n : n;
+    for (int r = 0; r < said; r++) recalled += contains(chosen, n, prediction->experts[r]);
+    __atomic_fetch_add(&counters->layers, 1, __ATOMIC_RELAXED);
+    __atomic_fetch_add(&counters->experts, (uint64_t)n, __ATOMIC_RELAXED);
+    __atomic_fetch_add(&counters->recalled, (uint64_t)recalled, __ATOMIC_RELAXED);
+    for (int r = 0; r < prediction->n; r++) {
+        int rank = r < MS_RANKS ? r : MS_RANKS - 1;
+        if (prediction->held[r]) continue;
+        __atomic_fetch_add(&counters->absent[rank], 1, __ATOMIC_RELAXED);
+        __atomic_fetch_add(&counters->absent_right[rank], (uint64_t)contains(chosen, n, prediction->experts[r]), __ATOMIC_RELAXED);
+    }
+    __atomic_fetch_add(&counters->exact, (uint64_t)(recalled == n), __ATOMIC_RELAXED);
+}
+
+static void learn(struct ms_prerouter *prerouter, const struct prediction *prediction, int depth, const int32_t *chosen, int n) {
+    for (int r = 0; r < prediction->n; r++) {
+        float *confidence = &prerouter->confidence[prediction->held[r]][depth][r];
+        *confidence += LEARNING * ((contains(chosen, n, prediction->experts[r]) ? 1.0f : 0.0f) - *confidence);
+    }
+}
+
+/* ------------------------------------------------------------ saying it */
+
+/* What is known goes to the store whole, of what is guessed only what is probable enough. */
+static void tell_known(struct ms_prerouter_model *model, int layer, const struct prediction *prediction) {
+    float confidences[MOST_RANKS];
+    for (int r = 0; r < prediction->n; r++) confidences[r] = 1;
+    model->store->expect(model->store, layer, prediction->experts, confidences, prediction->n);
+}
+
+static bool find_held(struct ms_prerouter *prerouter, const struct ms_prerouter_model *model, int l) {
+    int n = model->source->layers[l].n_experts;
+    if (n > prerouter->n_held) {
+        bool *held = realloc(prerouter->held, (size_t)n * sizeof *held);
+        if (!held) return false;
+        prerouter->held = held;
+        prerouter->n_held = n;
+    }
+    model->store->holds(model->store, l, n, prerouter->held);
+    return true;
+}
+
+static void tell_guess(struct ms_prerouter *prerouter, struct ms_prerouter_model *model, int l, int depth) {
+    struct prediction *prediction = &prerouter->layers[l].ahead[depth];
+    int32_t experts[MOST_RANKS];
+    float confidences[MOST_RANKS];
+    int n = 0;
+    if (!find_held(prerouter, model, l)) return;
+    for (int r = 0; r < prediction->n; r++) {
+        prediction->held[r] = prerouter->held[prediction->experts[r]];
+        float confidence = prerouter->confidence[prediction->held[r]][depth][r];
+        if (confidence < LEAST_CONFIDENCE) continue;
+        experts[n] = prediction->experts[r];
+        confidences[n++] = confidence < 1 ? confidence : 0.999f;
+    }
+    model->store->expect(model->store, l, experts, confidences, n);
+}
+
+static bool guesses(const struct ms_prerouter *prerouter, const struct ms_prerouter_model *model) { return !model->automatic || prerouter->trial.on; }
+
+static int n_used(const struct ms_prerouter_model *model, int layer) {
+    int k = model->source->n_experts_used, n = model->source->layers[layer].n_experts;
+    return k < n ? k : n;
+}
+
+/* Some more than will be chosen: the first that is not may be nearly as probable as the last that is. */
+static int n_candidates(const struct ms_prerouter_model *model, int layer) {
+    int n = n_used(model, layer) * 3 / 2, most = model->source->layers[layer].n_experts;
+    if (n > most) n = most;
+    return n < MOST_RANKS ? n : MOST_RANKS;
+}
+
+/* ------------------------------------------------------------ predictors */
+
+static const float *state_of(const struct ggml_tensor *state, int64_t t) { return (const float *)((const char *)state->data + t * (int64_t)state->nb[1]); }
+
+/* The choice itself, of all tokens of a small batch. */
+static void know(struct ms_prerouter *prerouter, struct ms_prerouter_model *model, int l, const struct ggml_tensor *state, struct prediction *known) {
+    int k = n_used(model, l);
+    known->n = 0;
+    for (int64_t t = 0; t < state->ne[1]; t++) {
+        int32_t chosen[MOST_RANKS];
+        int n = k <= MOST_RANKS ? ms_routers_choose(model->routers, l, state_of(state, t), k, chosen, &prerouter->scratch) : 0;
+        const int32_t *replayed = chosen;
+        if (n && ms_routing_replays(model->routing)) replayed = ms_routing_row(model->routing, l, (int)t, &n);
+        for (int i = 0; i < n && known->n < MOST_RANKS; i++)
+            if (!contains(known->experts, known->n, replayed[i])) known->experts[known->n++] = replayed[i];
+    }
+    if (known->n) tell_known(model, l, known);
+}
+
+static uint64_t next_random(struct ms_prerouter *prerouter) {
+    uint64_t x = prerouter->random;
+    x ^= x << 13;
+    x ^= x >> 7;
+    x ^= x << 17;
+    return prerouter->random = x;
+}
+
+/* Every expert of the replayed choice with the probability that a lookahead of that depth has to find it, the first more
+ * surely than the last; else one that a token nearby chooses: what a router nearly chooses is as a rule what it has
+ * chosen or will. */
+static void make_up(struct ms_prerouter *prerouter, const struct ms_prerouter_model *model, int l, int depth, struct prediction *prediction) {
+    int n_row, n, n_experts = model->source->layers[l].n_experts;
+    const int32_t *row = ms_routing_row(model->routing, l, 0, &n_row);
+    prediction->n = 0;
+    for (int i = 0; i < n_row && i < MOST_RANKS; i++) {
+        bool found = (double)(next_random(prerouter) >> 11) / (double)(1ull << 53) < 1 - (1 - model->recall[depth]) * (2 * i + 1) / n_row;
+        int32_t expert = row[i];
+        for (int tries = 0; tries < 64 && (!found || contains(prediction->experts, prediction->n, expert)); tries++) {
+            const int32_t *nearby = ms_routing_row(model->routing, l, 1 + (int)(next_random(prerouter) % NEARBY_TOKENS), &n);
+            expert = tries < 32 ? nearby[next_random(prerouter) % (uint64_t)n] : (int32_t)(next_random(prerouter) % (uint64_t)n_experts);
+            found = !contains(row, n_row, expert);
+        }
+        prediction->experts[prediction->n++] = expert;
+    }
+}
+
+static void look_ahead(struct ms_prerouter *prerouter, struct ms_prerouter_model *model, int l, int depth, const struct ggml_tensor *state) {
+    struct prediction *prediction = &layer_of(prerouter, model, l)->ahead[depth];
+    prediction->n = ms_routers_choose(model->routers, l, state_of(state, 0), n_candidates(model, l), prediction->experts, &prerouter->scratch);
+    if (prediction->n && ms_routing_replays(model->routing)) make_up(prerouter, model, l, depth, prediction);
+    if (prediction->n) tell_guess(prerouter, model, l, depth);
+}
+
+static void repeat(struct ms_prerouter *prerouter, struct ms_prerouter_model *model, int l, int depth) {
+    struct layer *layer = layer_of(prerouter, model, l);
+    struct prediction *prediction = &layer->ahead[depth];
+    prediction->n = layer->n_last;
+    memcpy(prediction->experts, layer->last, sizeof layer->last);
+    if (prediction->n) tell_guess(prerouter, model, l, depth);
+}
+
+static void guess_randomly(struct ms_prerouter *prerouter, struct ms_prerouter_model *model, int l, int depth) {
+    struct prediction *prediction = &layer_of(prerouter, model, l)->ahead[depth];
+    float confidences[MOST_RANKS];
+    prediction->n = 0;
+    for (int i = 0, k = n_used(model, l); i < k && i < MOST_RANKS; i++) {
+        int32_t expert = (int32_t)(next_random(prerouter) % (uint64_t)model->source->layers[l].n_experts);
+        if (contains(prediction->experts, prediction->n, expert)) continue;
+        confidences[prediction->n] = FIRST_CONFIDENCE;
+        prediction->experts[prediction->n++] = expert;
+    }
+    model->store->expect(model->store, l, prediction->experts, confidences, prediction->n);
+}
+
+/* What the next token will choose here. */
+static void foresee(struct ms_prerouter_model *model, int l) {
+    struct prediction next = {0};
+    int n;
+    const int32_t *row = ms_routing_row(model->routing, l, 1, &n);
+    for (int i = 0; i < n && i < MOST_RANKS; i++) next.experts[next.n++] = row[i];
+    tell_known(model, l, &next);
+}
+
+/* ------------------------------------------------------------ when */
+
+static int following(const struct ms_prerouter_model *model, int layer) {
+    int next = layer + 1;
+    while (next < model->source->n_layers && !model->wanted[next]) next++;
+    return next;
+}
+
+/* All that is guessed of the layers after `layer`; state: or NULL. */
+static void guess_following(struct ms_prerouter *prerouter, struct ms_prerouter_model *model, int layer, const struct ggml_tensor *state, enum ms_router_input reads) {
+    for (int depth = 1, l = following(model, layer); depth <= prerouter->depth && l < model->source->n_layers; depth++, l = following(model, l)) {
+        if (model->predictors & MS_PREDICT_RANDOM) guess_randomly(prerouter, model, l, depth);
+        if (model->predictors & MS_PREDICT_REPEAT) repeat(prerouter, model, l, depth);
+        if ((model->predictors & MS_PREDICT_LOOKAHEAD) && state && ms_routers_input(model->routers, l) == reads) look_ahead(prerouter, model, l, depth, state);
+    }
+}
+
+/* What was said from further away is as good: a layer's experts add little to the state. */
+static bool was_predicted(const struct layer *layer) {
+    bool predicted = false;
+    for (int d = 1; d < MS_DEPTHS; d++) predicted = predicted || layer->ahead[d].n > 0;
+    return predicted;
+}
+
+void ms_prerouter_before_attention(struct ms_prerouter *prerouter, struct ms_prerouter_model *model, int layer, const struct ggml_tensor *state) {
+    if (!model->predictors || state->ne[1] > MOST_TOKENS || state->type != GGML_TYPE_F32) return;
+    struct layer *of = layer_of(prerouter, model, layer);
+    if (!of) return;
+    int64_t begin = ms_now_ns();
+    bool alone = state->ne[1] == 1 && guesses(prerouter, model);
+    if (ms_routers_input(model->routers, layer) == MS_ROUTER_READS_STATE) {
+        if (model->predictors & MS_PREDICT_ROUTER) know(prerouter, model, layer, state, &of->known);
+        if (alone && (model->predictors & MS_PREDICT_LOOKAHEAD)) guess_following(prerouter, model, layer, state, MS_ROUTER_READS_STATE);
+    } else if (alone && (model->predictors & MS_PREDICT_LOOKAHEAD) && !was_predicted(of)) {
+        look_ahead(prerouter, model, layer, 0, state);
+    }
+    __atomic_fetch_add(&model->predict_ns, ms_now_ns() - begin, __ATOMIC_RELAXED);
+}
+
+static void remember(struct ms_prerouter *prerouter, struct ms_prerouter_model *model, int l, const struct ggml_tensor *ids) {
+    struct layer *layer = layer_of(prerouter, model, l);
+    int32_t chosen[MOST_RANKS];
+    int n = 0;
+    for (int64_t t = 0; t < ids->ne[1]; t++)
+        for (int64_t k = 0; k < ids->ne[0] && n < MOST_RANKS; k++)
+            if (!contains(chosen, n, ms_choice(ids, k, t))) chosen[n++] = ms_choice(ids, k, t);
+    count(&model->known, &layer->known, chosen, n);
+    layer->known.n = 0;
+    for (int d = 0; d < MS_DEPTHS; d++) {
+        count(&model->ahead[d], &layer->ahead[d], chosen, n);
+        learn(prerouter, &layer->ahead[d], d, chosen, n);
+        layer->ahead[d].n = 0;
+    }
+    layer->n_last = n;
+    memcpy(layer->last, chosen, sizeof chosen);
+}
+
+void ms_prerouter_chosen(struct ms_prerouter *prerouter, struct ms_prerouter_model *model, int layer, const struct ggml_tensor *ids) {
+    if (!model->predictors || ids->ne[1] > MOST_TOKENS || !layer_of(prerouter, model, layer)) return;
+    int64_t begin = ms_now_ns();
+    remember(prerouter, model, layer, ids);
+    if (model->predictors & MS_PREDICT_ORACLE) foresee(model, layer);
+    bool by_norm = ms_routers_input(model->routers, layer) == MS_ROUTER_READS_NORM;
+    if (ids->ne[1] == 1 && guesses(prerouter, model) && (by_norm || (model->predictors & (MS_PREDICT_REPEAT | MS_PREDICT_RANDOM))))
+        guess_following(prerouter, model, layer, by_norm ? ms_router_state(ids) : NULL, MS_ROUTER_READS_NORM);
+    __atomic_fetch_add(&model->predict_ns, ms_now_ns() - begin, __ATOMIC_RELAXED);
+}
+
+/* So many layers ahead that one expert can be read in time, and all that a layer misses. */
+static int depth_for(const struct ms_store_counters *before, const struct ms_store_counters *now, int64_t duration_ns, int n_layers) {
+    double reading_ns = (double)(now->busy_ns - before->busy_ns), layer_ns = (double)duration_ns / n_layers;
+    uint64_t n_read = now->misses - before->misses;
+    double expert_ns = n_read ? reading_ns / (double)n_read : 0, longest_ns = expert_ns > reading_ns / n_layers ? expert_ns : reading_ns / n_layers;
+    if (layer_ns <= 0) return 1;
+    int depth = 1 + (int)(longest_ns / layer_ns + 0.5);
+    return depth < MS_DEPTHS ? depth : MS_DEPTHS - 1;
+}
+
+void ms_prerouter_token(struct ms_prerouter *prerouter, struct ms_prerouter_model *model, int64_t duration_ns, int64_t wait_ns) {
+    if (!(model->predictors & ~(unsigned)(MS_PREDICT_ROUTER | MS_PREDICT_ORACLE))) return;
+    struct ms_store_counters now = model->store->counters(model->store);
+    prerouter->depth = depth_for(&prerouter->seen, &now, duration_ns, model->source->n_layers);
+    prerouter->seen = now;
+    model->depth = prerouter->depth;
+    if (!model->automatic) return;
+    int n_trials = prerouter->trial.n_trials;
+    ms_trial_observe(&prerouter->trial, duration_ns, wait_ns);
+    if (prerouter->trial.n_trials == n_trials) return;
+    model->trial_ns[0] = prerouter->trial.medians[0];
+    model->trial_ns[1] = prerouter->trial.medians[1];
+    model->verdict = prerouter->trial.verdict ? 1 : -1;
+}

@@ -1,0 +1,56 @@
+/* routers.h - how each layer of a model chooses its experts, so that it can be done ahead of the graph.
+ *
+ * Nothing here knows an architecture: a router is read off the graph that
+ * llama.cpp computes, going back from the choice of experts to the weights
+ * that the choice is made with. What is found once holds for the model; a
+ * graph that is not understood leaves that layer without a prediction.
+ *
+ * Learning and asking may be done by any threads at once.
+ */
+#ifndef MS_ROUTERS_H
+#define MS_ROUTERS_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "ggml.h"
+
+enum ms_router_input {
+    MS_ROUTER_UNKNOWN,
+    MS_ROUTER_READS_STATE, /* the state before the layer's attention, as it is */
+    MS_ROUTER_READS_NORM,  /* the state after attention, normalised and weighted */
+};
+
+struct ms_routers;
+struct ms_routers *ms_routers_new(int n_layers); /* NULL: out of memory */
+void ms_routers_free(struct ms_routers *routers);
+
+/* Looks back from `ids`, the choice of a layer in a graph under way. `state`: the tensor that was the state before this
+ * layer's attention, or NULL. Cheap once the layer is known. */
+void ms_routers_learn(struct ms_routers *routers, int layer, const struct ggml_tensor *ids, const struct ggml_tensor *state);
+enum ms_router_input ms_routers_input(const struct ms_routers *routers, int layer);
+/* The layer chooses by logits themselves, which may be negative, and not by what a softmax or sigmoid makes of them. */
+bool ms_routers_by_logits(const struct ms_routers *routers, int layer);
+
+/* What a thread needs to ask; for layers of up to n_experts experts and width columns. */
+struct ms_router_scratch {
+    int64_t columns;
+    int n_experts;
+    float *normed, *scores, *groups;
+    void *quantised;
+};
+bool ms_router_scratch_make(struct ms_router_scratch *scratch, int64_t columns, int n_experts);
+void ms_router_scratch_free(struct ms_router_scratch *scratch);
+
+/* The n experts that the layer would choose first for this state [columns], the surest first, by its own rule (bias,
+ * groups, softmax or sigmoid). Reading the state: with the graph's own weights and kernel, so what comes out is the
+ * choice itself. Reading a norm: the state is normalised and weighted as the layer would after its attention, and
+ * multiplied with weights of 8 bits. Returns how many, less than n if there are no more; 0: the layer is not known. */
+int ms_routers_choose(struct ms_routers *routers, int layer, const float *state, int n, int32_t *experts, struct ms_router_scratch *scratch);
+
+/* The router's weight that an order of experts (a node ARGSORT or TOP_K) comes from; NULL if it is no such node. */
+const struct ggml_tensor *ms_router_of_order(const struct ggml_tensor *order);
+/* The state that a choice was made from, before it was normalised; NULL: not understood, or the router reads no norm. */
+const struct ggml_tensor *ms_router_state(const struct ggml_tensor *ids);
+
+#endif
