@@ -25,6 +25,7 @@
 #include "message.h"
 #include "rows.h"
 #include "tensor.h"
+#include "timeline.h"
 
 #define TILE_ROWS 64        /* tokens that go through an expert together: between this and twice as many */
 #define TILES_A_THREAD 8    /* of which there must be so many for tokens to be divided, rather than rows */
@@ -91,6 +92,7 @@ struct worker {
     size_t plan_bytes;
     int64_t wait_ns;
     uint64_t zeros;
+    bool is_first;
     /* in scratch */
     float *quantise_scratch, *multiply_scratch, *first[2], *rowwise[MS_BLOCK_ROW_NODES], *gathered, *product;
     void *quantised[2], *quantised_hidden;
@@ -105,6 +107,7 @@ struct run {
     struct ms_store *store;
     const struct ms_products *products;
     const struct ms_block_nodes *nodes;
+    const struct ms_block_meanwhile *meanwhile;
     const struct ms_product *first[2], *down;
     struct ms_view first_view[2], down_view;
     struct ggml_tensor input; /* nodes->input, or a copy where down would be written over it */
@@ -451,7 +454,12 @@ static bool has_failed(const struct run *run) { return __atomic_load_n(&run->fai
 static void sleep_for_event(const struct run *run, struct worker *worker, uint64_t seen) {
     int64_t begin = ms_now_ns();
     run->store->wait(run->store, seen);
-    worker->wait_ns += ms_now_ns() - begin;
+    int64_t end = ms_now_ns();
+    worker->wait_ns += end - begin;
+    if (!worker->is_first || !run->meanwhile->timeline) return;
+    ms_event event = {.begin_ns = begin, .end_ns = end, .batch = run->meanwhile->batch, .block = run->source->layers[run->nodes->layer].block, .expert = -1,
+                      .tokens = (uint16_t)run->nodes->ids->ne[1], .kind = MS_EVENT_WAIT};
+    ms_timeline_add(run->meanwhile->timeline, &event);
 }
 
 static void spin(int *spins) {
@@ -758,6 +766,8 @@ static void work(struct ggml_tensor *dst, int ith, int nth, void *userdata) {
     (void)dst;
     (void)nth;
     struct ms_block *block = userdata;
+    const struct ms_block_meanwhile *meanwhile = block->run.meanwhile;
+    if (block->run.by_rows && ith == 0) meanwhile->function(meanwhile->context); /* while the others begin to compute */
     if (block->run.by_rows) work_by_rows(&block->run, &block->workers[ith]);
     else work_by_tokens(block, &block->workers[ith]);
 }
@@ -873,7 +883,7 @@ static bool prepare_workers(struct ms_block *block, int n_threads, int n_rows) {
         for (; block->n_workers < n_threads; block->n_workers++) {
             struct worker *worker = &block->workers[block->n_workers];
             struct ggml_threadpool_params params = ggml_threadpool_params_default(1);
-            *worker = (struct worker){.alone = ggml_threadpool_new(&params), .graph_memory = malloc(ggml_tensor_overhead() + ggml_graph_overhead_custom(MS_BLOCK_ROW_NODES, false))};
+            *worker = (struct worker){.is_first = block->n_workers == 0, .alone = ggml_threadpool_new(&params), .graph_memory = malloc(ggml_tensor_overhead() + ggml_graph_overhead_custom(MS_BLOCK_ROW_NODES, false))};
             if (worker->alone && worker->graph_memory) continue;
             if (worker->alone) ggml_threadpool_free(worker->alone);
             free(worker->graph_memory);
@@ -998,13 +1008,13 @@ static bool known_layers(struct ms_block *block, int n_layers) {
 
 enum ggml_status ms_block_compute(struct ms_block *block, ggml_backend_t cpu, int n_threads, const struct ms_source *source, struct ms_store *store,
                                   const struct ms_products *products, const struct ms_block_nodes *nodes, const int32_t *wanted, int n,
-                                  struct ms_block_result *result, char *err, size_t errlen) {
+                                  const struct ms_block_meanwhile *meanwhile, struct ms_block_result *result, char *err, size_t errlen) {
     struct run *run = &block->run;
     if (!known_layers(block, source->n_layers)) {
         ms_fail(0, err, errlen, "out of memory for %d layers", source->n_layers);
         return GGML_STATUS_ALLOC_FAILED;
     }
-    *run = (struct run){.source = source, .store = store, .products = products, .nodes = nodes, .n_entries = n, .n_rows = (int)(nodes->ids->ne[0] * nodes->ids->ne[1]), .failed_entry = -1, .err = err, .errlen = errlen};
+    *run = (struct run){.source = source, .store = store, .products = products, .nodes = nodes, .n_entries = n, .n_rows = (int)(nodes->ids->ne[0] * nodes->ids->ne[1]), .meanwhile = meanwhile, .failed_entry = -1, .err = err, .errlen = errlen};
     for (int i = 0; i < nodes->n_first; i++) {
         run->first[i] = ms_product_of(products, nodes->layer, nodes->first_matrix[i]);
         run->first_view[i] = store->view(store, nodes->layer, nodes->first_matrix[i]);
@@ -1016,7 +1026,10 @@ enum ggml_status ms_block_compute(struct ms_block *block, ggml_backend_t cpu, in
         return GGML_STATUS_ALLOC_FAILED;
     }
     if (run->by_rows && begin_more(run, true) < 0) return GGML_STATUS_FAILED;
-    if (!run->by_rows) list_ahead(block);
+    if (!run->by_rows) {
+        list_ahead(block);
+        meanwhile->function(meanwhile->context);
+    }
     pthread_mutex_init(&run->mutex, NULL);
     enum ggml_status status = ggml_backend_graph_compute(cpu, nodes->sum ? block->work_and_sum : block->work);
     pthread_mutex_destroy(&run->mutex);

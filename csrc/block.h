@@ -67,10 +67,18 @@ struct ms_block_result {
     uint64_t zeros;        /* of these */
 };
 
+/* What the first thread does once the block's experts are on their way, and where it records that it waits. */
+struct ms_block_meanwhile {
+    void (*function)(void *context);
+    void *context;
+    struct ms_timeline *timeline; /* or NULL */
+    uint32_t batch;
+};
+
 /* Computes a block for the experts in wanted[0, n), the distinct ones of ids, on `cpu`, with n_threads threads.
  * GGML_STATUS_FAILED leaves the sentence in err. */
 enum ggml_status ms_block_compute(struct ms_block *block, ggml_backend_t cpu, int n_threads, const struct ms_source *source, struct ms_store *store,
                                   const struct ms_products *products, const struct ms_block_nodes *nodes, const int32_t *wanted, int n,
-                                  struct ms_block_result *result, char *err, size_t errlen);
+                                  const struct ms_block_meanwhile *meanwhile, struct ms_block_result *result, char *err, size_t errlen);
 
 #endif

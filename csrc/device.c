@@ -38,7 +38,11 @@ static void *buffer_base(ggml_backend_buffer_t buffer) { return ((struct memory 
 
 static enum ggml_status buffer_init_tensor(ggml_backend_buffer_t buffer, struct ggml_tensor *tensor) {
     struct ms_engine *engine = engine_of(buffer->buft);
-    if (!((struct memory *)buffer->context)->reserved) return GGML_STATUS_SUCCESS; /* a router, or a LoRA: memory like any other */
+    if (!((struct memory *)buffer->context)->reserved) { /* a norm or router, whose place is noted; or a LoRA: memory like any other */
+        int kind = buffer->buft == &engine->norm_type ? MS_WEIGHT_NORM : MS_WEIGHT_ROUTER, block;
+        if (buffer->buft != &engine->buffer_type && sscanf(tensor->name, "blk.%d.", &block) == 1) tensor->extra = ms_engine_hook(engine, block, kind);
+        return GGML_STATUS_SUCCESS;
+    }
     int matrix, layer = ms_source_find(engine->source, tensor->name, &matrix);
     if (layer < 0) return GGML_STATUS_FAILED;
     engine->wanted[layer] = true;
@@ -84,7 +88,7 @@ static void buffer_clear(ggml_backend_buffer_t buffer, uint8_t value) {
 
 static const char *buft_name(ggml_backend_buffer_type_t buft) {
     const struct ms_engine *engine = engine_of(buft);
-    return buft == &engine->buffer_type ? engine->buffer_type_name : engine->router_type_name;
+    return buft == &engine->buffer_type ? engine->buffer_type_name : buft == &engine->norm_type ? engine->norm_type_name : engine->router_type_name;
 }
 
 static ggml_backend_buffer_t buft_alloc(ggml_backend_buffer_type_t buft, size_t size) {
@@ -135,6 +139,11 @@ static const struct ms_expert_tensor *expert_tensor(const struct ggml_tensor *we
     return is_ours(weight) && ((struct memory *)weight->buffer->context)->reserved ? weight->extra : NULL;
 }
 
+/* A norm's or router's. */
+static const struct ms_expert_tensor *hook_tensor(const struct ggml_tensor *weight) {
+    return is_ours(weight) && weight->buffer && !((struct memory *)weight->buffer->context)->reserved && weight->buffer->buft != &engine_of(weight->buffer->buft)->buffer_type ? weight->extra : NULL;
+}
+
 /* What comes of our products: row by row made of them, weighted, added up.
  * Taking these too lets a whole block arrive as one split. */
 static bool is_expert_activation(const struct ggml_tensor *tensor, int depth) {
@@ -154,10 +163,25 @@ static bool is_expert_activation(const struct ggml_tensor *tensor, int depth) {
     }
 }
 
+/* What ends a layer behind its experts: their sum is added to what shared experts gave, and to the state; the state is
+ * normalised for the next layer. Taken too, so that the norm before a layer's attention is no split of its own. */
+static bool ends_layer(const struct ggml_tensor *tensor, int deep) {
+    if (tensor->op != GGML_OP_ADD || tensor->view_src) return false;
+    return is_expert_activation(tensor->src[0], 0) || is_expert_activation(tensor->src[1], 0) || (deep > 0 && ends_layer(tensor->src[0], deep - 1));
+}
+
+static bool is_norm_of_state(const struct ggml_tensor *op) {
+    if (op->op == GGML_OP_MUL) return is_ours(op->src[1]) && op->src[1]->buffer->buft == &engine_of(op->src[1]->buffer->buft)->norm_type;
+    return (op->op == GGML_OP_RMS_NORM || op->op == GGML_OP_NORM) && ends_layer(op->src[0], 1);
+}
+
 /* Does the router come right before the experts? It does if it reads what they read, the state as normalised after
- * attention; one that reads the state before attention is left where it is, for it would be a split of its own. */
+ * attention; one that reads the state before attention would be a split of its own, and is taken only if it is needed:
+ * where the choice is edited. */
 static bool is_router_product(const struct ggml_tensor *op) {
-    return op->op == GGML_OP_MUL_MAT && is_ours(op->src[0]) && (op->src[0]->buffer->buft == &engine_of(op->src[0]->buffer->buft)->buffer_type || op->src[1]->op == GGML_OP_MUL);
+    if (op->op != GGML_OP_MUL_MAT || !is_ours(op->src[0])) return false;
+    const struct ms_engine *engine = engine_of(op->src[0]->buffer->buft);
+    return op->src[0]->buffer->buft == &engine->buffer_type || op->src[1]->op == GGML_OP_MUL || ms_routing_edits(engine->routing);
 }
 
 /* What is made of the router's logits: the choice of experts and their weights. It is computed here so that a layer's
@@ -190,7 +214,7 @@ static bool device_supports_op(ggml_backend_dev_t dev, const struct ggml_tensor 
     if (op->op == GGML_OP_MUL_MAT_ID) return is_ours(op->src[0]);
     if (op->op == GGML_OP_MUL_MAT) return is_router_product(op);
     if (op->view_src && op->op != GGML_OP_CLAMP) return false; /* ggml_clamp gives a view of what it clamps */
-    return is_expert_activation(op, 0) || is_choice(op, 0);
+    return is_expert_activation(op, 0) || is_choice(op, 0) || ends_layer(op, 1) || is_norm_of_state(op);
 }
 
 static bool device_supports_buft(ggml_backend_dev_t dev, ggml_backend_buffer_type_t buft) {
@@ -214,6 +238,8 @@ static struct ms_engine *engine_of_graph(struct ggml_cgraph *graph) {
     for (int i = 0; i < ggml_graph_n_nodes(graph); i++) {
         struct ggml_tensor *node = ggml_graph_node(graph, i);
         const struct ms_expert_tensor *tensor = node->op == GGML_OP_MUL_MAT_ID ? expert_tensor(node->src[0]) : NULL;
+        if (!tensor && node->op == GGML_OP_MUL) tensor = hook_tensor(node->src[1]);
+        if (!tensor && node->op == GGML_OP_MUL_MAT) tensor = hook_tensor(node->src[0]);
         if (tensor) return tensor->engine;
     }
     return NULL;
@@ -223,6 +249,12 @@ static int first_wanted_layer(const struct ms_engine *engine) {
     for (int l = 0; l < engine->source->n_layers; l++)
         if (engine->wanted[l]) return l;
     return 0;
+}
+
+static int last_wanted_layer(const struct ms_engine *engine) {
+    int l = engine->source->n_layers - 1;
+    while (l > 0 && !engine->wanted[l]) l--;
+    return l;
 }
 
 static enum ggml_status backend_graph_compute(ggml_backend_t backend, struct ggml_cgraph *graph) {
@@ -235,7 +267,8 @@ static enum ggml_status backend_graph_compute(ggml_backend_t backend, struct ggm
     if (!engine->store) {
         ms_fail(0, err, sizeof err, "%s: decoded before its expert cache was given memory (ms_engine_start)", engine->source->files[0].path);
     } else {
-        struct ms_experts_model model = {.source = engine->source, .store = engine->store, .products = engine->products, .first_layer = first_wanted_layer(engine)};
+        struct ms_experts_model model = {.source = engine->source, .store = engine->store, .products = engine->products, .first_layer = first_wanted_layer(engine), .last_layer = last_wanted_layer(engine),
+                                         .prerouter = &engine->prerouter, .routing = engine->routing, .timeline = engine->timeline};
         status = ms_experts_compute(experts, &model, graph, &counters, engine->zeros, err, sizeof err);
     }
     ms_engine_add(engine, &counters, err);
@@ -281,7 +314,7 @@ static ggml_backend_t device_backend(ggml_backend_dev_t dev, const char *params)
     (void)params;
     static ggml_guid guid = {'m', 'o', 'e', 's', 't', 'r', 'e', 'a', 'm', 0, 0, 0, 0, 0, 0, 1};
     struct ggml_backend *backend = calloc(1, sizeof *backend);
-    struct ms_experts *experts = ms_experts_new(expert_tensor);
+    struct ms_experts *experts = ms_experts_new(expert_tensor, hook_tensor);
     if (!backend || !experts) {
         free(backend);
         ms_experts_free(experts);
@@ -353,7 +386,8 @@ void ms_device_attach(struct ms_engine *engine) {
     pthread_once(&once, register_device);
     snprintf(engine->buffer_type_name, sizeof engine->buffer_type_name, "moestream-%d", __atomic_add_fetch(&n_engines, 1, __ATOMIC_RELAXED));
     snprintf(engine->router_type_name, sizeof engine->router_type_name, "%.20s-router", engine->buffer_type_name);
-    engine->router_type = engine->buffer_type = (struct ggml_backend_buffer_type){
+    snprintf(engine->norm_type_name, sizeof engine->norm_type_name, "%.20s-norm", engine->buffer_type_name);
+    engine->norm_type = engine->router_type = engine->buffer_type = (struct ggml_backend_buffer_type){
         .iface = {.get_name = buft_name, .alloc_buffer = buft_alloc, .get_alignment = buft_alignment, .is_host = buft_is_host},
         .device = &device,
         .context = engine,

@@ -27,6 +27,16 @@ void ms_engine_note(struct ms_engine *engine, const char *format, ...) {
 
 /* ------------------------------------------------------------ description */
 
+/* The most experts of its own that a token can get in every layer. With more, llama.cpp takes some from groups that it
+ * has ruled out, or, where several share one more expert, aborts. */
+static int choosable_experts(const struct ms_source *source) {
+    int least = source->layers[0].n_experts;
+    for (int l = 1; l < source->n_layers; l++)
+        if (source->layers[l].n_experts < least) least = source->layers[l].n_experts;
+    if (source->n_groups_used > 0 && source->n_groups_used < source->n_groups) least = least / source->n_groups * source->n_groups_used;
+    return source->n_experts_sharing > 1 ? least / source->n_experts_sharing : least;
+}
+
 ms_description ms_describe(const ms_source *source) {
     return (ms_description){
         .architecture = source->architecture,
@@ -35,6 +45,8 @@ ms_description ms_describe(const ms_source *source) {
         .n_blocks = source->n_blocks,
         .n_layers = source->n_layers,
         .n_experts_used = source->n_experts_used,
+        .n_experts_choosable = choosable_experts(source),
+        .experts_used_by_layer = source->experts_used_by_layer,
         .laid = source->layout != NULL,
         .dense_bytes = source->dense_bytes,
         .expert_bytes = source->expert_bytes,
@@ -117,16 +129,52 @@ static void note_conversion(struct ms_engine *engine) {
         }
 }
 
+/* blk.(0|1|3).attn_norm.weight, of the blocks with experts. */
+static char *norm_pattern(const struct ms_source *source) {
+    size_t size = 64 + 12 * (size_t)source->n_layers, used = 0;
+    char *pattern = malloc(size);
+    if (!pattern) return NULL;
+    used += (size_t)snprintf(pattern, size, "^blk\\.(");
+    for (int l = 0; l < source->n_layers; l++) used += (size_t)snprintf(pattern + used, size - used, l ? "|%d" : "%d", source->layers[l].block);
+    snprintf(pattern + used, size - used, ")\\.attn_norm\\.weight$");
+    return pattern;
+}
+
+struct ms_expert_tensor *ms_engine_hook(struct ms_engine *engine, int block, int kind) {
+    for (int l = 0; l < engine->source->n_layers; l++)
+        if (engine->source->layers[l].block == block) return &engine->tensors[l][MS_MAX_MATRICES - 1 - kind];
+    return NULL;
+}
+
+static int open_prerouter(struct ms_engine *engine, const ms_engine_options *options, char *err, size_t errlen) {
+    struct ms_source *source = engine->source;
+    engine->norm_pattern = norm_pattern(source);
+    engine->routing = ms_routing_new(source->n_layers, options->cache_aware);
+    engine->prerouter = (struct ms_prerouter_model){.source = source, .wanted = engine->wanted, .routers = ms_routers_new(source->n_layers), .routing = engine->routing,
+                                                    .predictors = (unsigned)options->predictors, .automatic = options->automatic};
+    if (!engine->norm_pattern || !engine->routing || !engine->prerouter.routers) return ms_fail(-ENOMEM, err, errlen, "out of memory for %d layers", source->n_layers);
+    return 0;
+}
+
+int ms_engine_replay(ms_engine *engine, const int32_t *experts, int n_tokens, int n_layers, int n_choices, const float *recall, char *err, size_t errlen) {
+    memcpy(engine->prerouter.recall, recall, sizeof engine->prerouter.recall);
+    return ms_routing_replay(engine->routing, experts, n_tokens, n_layers, n_choices, err, errlen);
+}
+
 int ms_engine_open(const char *path, const ms_engine_options *options, ms_engine **out, char *err, size_t errlen) {
     struct ms_engine *engine = calloc(1, sizeof *engine);
     if (!engine) return ms_fail(-ENOMEM, err, errlen, "out of memory");
     pthread_mutex_init(&engine->mutex, NULL);
     engine->verify = options->verify;
+    snprintf(engine->policy, sizeof engine->policy, "%s", options->policy);
     engine->compute = options->compute;
     int rc = ms_source_open(path, &engine->source, err, errlen);
     if (rc < 0) goto fail;
     struct ms_source *source = engine->source;
-    if (options->experts_used > 0) source->n_experts_used = options->experts_used;
+    if (options->experts_used > 0 && options->experts_used != source->n_experts_used) {
+        ms_engine_note(engine, "a token takes %d of the experts in a layer in place of the file's %d, which changes what the model says", options->experts_used, source->n_experts_used);
+        source->n_experts_used = options->experts_used;
+    }
     engine->wanted = calloc((size_t)source->n_layers, sizeof(bool));
     engine->tensors = calloc((size_t)source->n_layers, sizeof *engine->tensors);
     engine->zeros = calloc((size_t)source->n_layers, sizeof *engine->zeros);
@@ -135,7 +183,9 @@ int ms_engine_open(const char *path, const ms_engine_options *options, ms_engine
         goto fail;
     }
     for (int l = 0; l < source->n_layers; l++)
-        for (int m = 0; m < MS_MAX_MATRICES; m++) engine->tensors[l][m] = (struct ms_expert_tensor){.engine = engine, .layer = l, .matrix = m};
+        for (int m = MS_WEIGHT_ROUTER; m < MS_MAX_MATRICES; m++) engine->tensors[l][m < 0 ? MS_MAX_MATRICES - 1 - m : m] = (struct ms_expert_tensor){.engine = engine, .layer = l, .matrix = m};
+    rc = open_prerouter(engine, options, err, errlen);
+    if (rc < 0) goto fail;
     rc = open_reader(engine, options, err, errlen);
     if (rc < 0) goto fail;
     bool interleaved = options->kernels != MS_KERNELS_PLAIN && (engine->reader || source->layout);
@@ -154,12 +204,18 @@ fail:
 
 void ms_engine_close(ms_engine *engine) {
     if (!engine) return;
+    if (engine->store) engine->store->stop(engine->store);
     if (engine->reader) engine->reader->close(engine->reader); /* reads in flight end before their slots go */
     if (engine->store) engine->store->close(engine->store);
     ms_products_close(engine->products);
     ms_interleaving_close(engine->interleaving);
     ms_source_close(engine->source);
     pthread_mutex_destroy(&engine->mutex);
+    for (int t = 0; t < engine->n_timelines; t++) ms_timeline_close(engine->timelines[t]);
+    free(engine->timelines);
+    ms_routers_free(engine->prerouter.routers);
+    ms_routing_free(engine->routing);
+    free(engine->norm_pattern);
     free(engine->wanted);
     free(engine->tensors);
     free(engine->zeros);
@@ -171,6 +227,8 @@ const char *ms_engine_reader(const ms_engine *engine) { return engine->reader ? 
 bool ms_engine_direct(const ms_engine *engine) { return engine->reader && engine->source->alignment > 1; }
 const char *ms_engine_notes(const ms_engine *engine) { return engine->notes; }
 void *ms_engine_buffer_type(ms_engine *engine) { return &engine->buffer_type; }
+const char *ms_norm_pattern(const ms_engine *engine) { return engine->norm_pattern; }
+void *ms_engine_norm_type(ms_engine *engine) { return &engine->norm_type; }
 void *ms_engine_router_type(ms_engine *engine) { return engine->source->routers_are_floats ? &engine->router_type : NULL; }
 
 /* ------------------------------------------------------------ loading and starting */
@@ -197,9 +255,10 @@ int ms_engine_load_end(ms_engine *engine, FILE *stream, char *err, size_t errlen
 
 int ms_engine_start(ms_engine *engine, uint64_t budget_bytes, char *err, size_t errlen) {
     if (engine->store) return ms_fail(-EALREADY, err, errlen, "the engine is started already");
-    struct ms_slots_options options = {.budget_bytes = budget_bytes, .verify = engine->verify, .wanted = engine->wanted};
+    struct ms_slots_options options = {.budget_bytes = budget_bytes, .verify = engine->verify, .wanted = engine->wanted, .policy = engine->policy, .timeline = &engine->timeline};
     int rc = engine->reader ? ms_slots_open(engine->source, engine->reader, engine->interleaving, options, &engine->store, err, errlen)
                             : ms_mapping_open(engine->source, engine->interleaving, engine->verify, &engine->store, err, errlen);
+    engine->prerouter.store = engine->store;
     if (rc < 0 || engine->compute == MS_COMPUTE_GGML) return rc;
     return ms_products_open(engine->source, engine->wanted, engine->store, engine->compute == MS_COMPUTE_FAST, &engine->products, err, errlen);
 }
@@ -212,6 +271,7 @@ ms_stats ms_engine_stats(ms_engine *engine) {
         struct ms_store_counters c = engine->store->counters(engine->store);
         stats = (ms_stats){
             .hits = c.hits, .misses = c.misses, .reads = c.reads, .bytes_read = c.bytes_read, .read_ns = c.read_ns, .wait_ns = c.wait_ns, .convert_ns = c.convert_ns,
+            .guessed = c.guessed, .useful = c.useful, .late = c.late, .wasted = c.wasted, .guessed_bytes = c.guessed_bytes, .wasted_bytes = c.wasted_bytes,
             .slots_used = c.slots_used, .slots_total = c.slots_total, .slot_bytes = c.slot_bytes, .cache_bytes = c.capacity_bytes,
             .expert_resident_bytes = c.resident_bytes,
         };
@@ -229,7 +289,49 @@ ms_stats ms_engine_stats(ms_engine *engine) {
     stats.fused_blocks = engine->counters.fused_blocks;
     stats.ggml_blocks = engine->counters.ggml_blocks;
     pthread_mutex_unlock(&engine->mutex);
+    const struct ms_prerouter_model *prerouter = &engine->prerouter;
+    stats.replaced = ms_routing_replaced(engine->routing);
+    stats.predict_ns = __atomic_load_n(&prerouter->predict_ns, __ATOMIC_RELAXED);
+    stats.depth = prerouter->depth;
+    stats.verdict = prerouter->verdict;
+    stats.trial_without_ns = prerouter->trial_ns[0];
+    stats.trial_with_ns = prerouter->trial_ns[1];
     return stats;
+}
+
+void ms_engine_set_predictors(ms_engine *engine, int predictors, bool automatic) {
+    engine->prerouter.predictors = (unsigned)predictors;
+    engine->prerouter.automatic = automatic;
+}
+
+int ms_engine_pace(ms_engine *engine, uint64_t bytes_per_s, char *err, size_t errlen) {
+    int rc = engine->store->pace(engine->store, bytes_per_s);
+    if (rc == -ENOTSUP) return ms_fail(rc, err, errlen, "reads of reader=\"mmap\" are the kernel's and cannot be slowed down; use another reader");
+    return rc < 0 ? ms_fail(rc, err, errlen, "out of memory for slowing down reads") : 0;
+}
+
+int ms_engine_verdict(const ms_engine *engine) { return engine->prerouter.verdict; }
+
+ms_predictions ms_engine_predictions(ms_engine *engine, int depth) {
+    const struct ms_prediction_counters *c = depth < 0 ? &engine->prerouter.known : &engine->prerouter.ahead[depth];
+    ms_predictions predictions = {.layers = __atomic_load_n(&c->layers, __ATOMIC_RELAXED), .experts = __atomic_load_n(&c->experts, __ATOMIC_RELAXED),
+                                  .recalled = __atomic_load_n(&c->recalled, __ATOMIC_RELAXED), .exact = __atomic_load_n(&c->exact, __ATOMIC_RELAXED)};
+    for (int r = 0; r < MS_RANKS; r++) {
+        predictions.absent[r] = __atomic_load_n(&c->absent[r], __ATOMIC_RELAXED);
+        predictions.absent_right[r] = __atomic_load_n(&c->absent_right[r], __ATOMIC_RELAXED);
+    }
+    return predictions;
+}
+
+int ms_engine_layers_known(ms_engine *engine, bool *reads_state) {
+    int known = 0;
+    *reads_state = true;
+    for (int l = 0; l < engine->source->n_layers; l++) {
+        enum ms_router_input input = ms_routers_input(engine->prerouter.routers, l);
+        known += input != MS_ROUTER_UNKNOWN;
+        *reads_state = *reads_state && input == MS_ROUTER_READS_STATE;
+    }
+    return known;
 }
 
 double ms_engine_zeros(ms_engine *engine, int layer) {
@@ -261,4 +363,44 @@ int ms_engine_take_error(ms_engine *engine, char *err, size_t errlen) {
     engine->error_code = 0;
     pthread_mutex_unlock(&engine->mutex);
     return code;
+}
+
+/* ------------------------------------------------------------ recording */
+
+/* Between the numbers of two recordings: a thread that still adds to the one before takes none of the next. */
+#define NUMBERS_APART 65536
+
+/* Makes a timeline of that capacity the last of the engine's. false: out of memory. */
+static bool next_timeline(struct ms_engine *engine, size_t capacity) {
+    int n = engine->n_timelines;
+    uint64_t first = n ? ms_timeline_next(engine->timelines[n - 1]) + NUMBERS_APART : 1;
+    for (int t = 0; t < n; t++) {
+        struct ms_timeline *found = engine->timelines[t];
+        if (ms_timeline_capacity(found) != capacity) continue;
+        ms_timeline_restart(found, first);
+        engine->timelines[t] = engine->timelines[n - 1];
+        engine->timelines[n - 1] = found;
+        return true;
+    }
+    struct ms_timeline **timelines = realloc(engine->timelines, (size_t)(n + 1) * sizeof(struct ms_timeline *));
+    if (timelines) engine->timelines = timelines;
+    struct ms_timeline *made = timelines ? ms_timeline_open(capacity, first) : NULL;
+    if (made) timelines[engine->n_timelines++] = made;
+    return made != NULL;
+}
+
+bool ms_engine_record(ms_engine *engine, size_t capacity) {
+    pthread_mutex_lock(&engine->mutex);
+    bool possible = capacity == 0 || next_timeline(engine, capacity);
+    if (possible) engine->timeline = capacity ? engine->timelines[engine->n_timelines - 1] : NULL;
+    pthread_mutex_unlock(&engine->mutex);
+    return possible;
+}
+
+size_t ms_engine_recorded(ms_engine *engine, ms_event *out, size_t capacity, uint64_t *dropped) {
+    if (dropped) *dropped = 0;
+    pthread_mutex_lock(&engine->mutex);
+    size_t n = engine->n_timelines ? ms_timeline_read(engine->timelines[engine->n_timelines - 1], out, capacity, dropped) : 0;
+    pthread_mutex_unlock(&engine->mutex);
+    return n;
 }

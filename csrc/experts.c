@@ -1,5 +1,6 @@
 #include "experts.h"
 
+#include <limits.h>
 #include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
@@ -20,10 +21,18 @@
 struct ms_experts {
     ggml_backend_t cpu;
     int n_threads;
-    int last_layer; /* whose experts were computed last, and when that was done */
-    int64_t last_ns;
-    ms_expert_lookup lookup;
+    ms_expert_lookup lookup, hook_lookup;
     struct ms_block *block;
+    struct ms_prerouter *prerouter;
+    /* where this context is in its evaluation */
+    int last_step;          /* the one computed last; see step_of */
+    int last_experts_layer; /* the layer whose experts were computed last */
+    int64_t last_ns;        /* when the last graph of ours was done */
+    uint32_t batch;         /* evaluations so far */
+    int64_t batch_ns;       /* when this one came to us first */
+    int64_t batch_wait_ns;
+    int n_tokens;
+    const struct ggml_tensor *state; /* before the attention that came last */
     /* scratch, grown as needed */
     int32_t *wanted, *indices, *index_of;
     int expert_capacity;
@@ -48,16 +57,19 @@ static bool make_neuron_major(struct ms_experts *experts) {
     return true;
 }
 
-struct ms_experts *ms_experts_new(ms_expert_lookup lookup) {
+struct ms_experts *ms_experts_new(ms_expert_lookup lookup, ms_expert_lookup hook_lookup) {
     struct ms_experts *experts = calloc(1, sizeof *experts);
     if (!experts) return NULL;
     experts->lookup = lookup;
+    experts->hook_lookup = hook_lookup;
+    experts->last_step = experts->last_experts_layer = INT_MAX;
+    experts->prerouter = ms_prerouter_new();
     experts->cpu = ggml_backend_cpu_init();
     experts->n_threads = GGML_DEFAULT_N_THREADS;
     experts->block = ms_block_new();
     experts->graph_memory_bytes = ggml_tensor_overhead() * 8 + ggml_graph_overhead_custom(16, false);
     experts->graph_memory = malloc(experts->graph_memory_bytes);
-    if (experts->cpu && experts->block && experts->graph_memory && make_neuron_major(experts)) return experts;
+    if (experts->cpu && experts->block && experts->prerouter && experts->graph_memory && make_neuron_major(experts)) return experts;
     ms_experts_free(experts);
     return NULL;
 }
@@ -65,6 +77,7 @@ struct ms_experts *ms_experts_new(ms_expert_lookup lookup) {
 void ms_experts_free(struct ms_experts *experts) {
     if (!experts) return;
     ms_block_free(experts->block);
+    ms_prerouter_free(experts->prerouter);
     if (experts->cpu) ggml_backend_free(experts->cpu);
     free(experts->wanted);
     free(experts->indices);
@@ -106,6 +119,54 @@ static bool grow_for_layer(struct ms_experts *experts, int n_experts) {
     if (!wanted || !indices || !index_of) return false;
     experts->expert_capacity = n_experts;
     return true;
+}
+
+/* ------------------------------------------------------------ where in an evaluation */
+
+/* What of a layer comes to us, in this order. */
+enum step_kind { STEP_NORM, STEP_ROUTER, STEP_EXPERTS, STEP_NONE };
+
+struct step {
+    enum step_kind kind;
+    int layer;
+};
+
+/* What a node is of which layer: the norm before attention, the router, or a product with experts. */
+static struct step step_of(const struct ms_experts *experts, const struct ggml_tensor *node) {
+    const struct ms_expert_tensor *tensor = node->op == GGML_OP_MUL_MAT_ID ? experts->lookup(node->src[0])
+                                            : node->op == GGML_OP_MUL     ? experts->hook_lookup(node->src[1])
+                                            : node->op == GGML_OP_MUL_MAT ? experts->hook_lookup(node->src[0])
+                                                                          : NULL;
+    if (!tensor) return (struct step){STEP_NONE, 0};
+    return (struct step){tensor->matrix == MS_WEIGHT_NORM ? STEP_NORM : tensor->matrix == MS_WEIGHT_ROUTER ? STEP_ROUTER : STEP_EXPERTS, tensor->layer};
+}
+
+static int number_of(struct step step) { return step.layer * STEP_NONE + (int)step.kind; }
+
+/* Steps only ever come later in an evaluation. */
+static bool begins_batch(const struct ms_experts *experts, struct step step) { return number_of(step) <= experts->last_step; }
+
+static void record(const struct ms_experts *experts, const struct ms_experts_model *model, enum ms_event_kind kind, int layer, int64_t begin, int64_t end) {
+    if (!model->timeline) return;
+    ms_event event = {.begin_ns = begin, .end_ns = end, .batch = experts->batch, .block = layer < 0 ? -1 : model->source->layers[layer].block, .expert = -1,
+                      .tokens = (uint16_t)(experts->n_tokens < UINT16_MAX ? experts->n_tokens : UINT16_MAX), .kind = (uint8_t)kind};
+    ms_timeline_add(model->timeline, &event);
+}
+
+static void arrive(struct ms_experts *experts, const struct ms_experts_model *model, struct step step, int n_tokens) {
+    bool new_batch = begins_batch(experts, step);
+    if (new_batch) {
+        experts->batch++;
+        experts->batch_ns = ms_now_ns();
+        experts->batch_wait_ns = 0;
+        experts->state = NULL;
+    }
+    experts->n_tokens = n_tokens;
+    experts->last_step = number_of(step);
+    ms_routing_enter(model->routing, new_batch, n_tokens);
+    if (step.kind != STEP_EXPERTS) return;
+    model->store->enter(model->store, step.layer, step.layer <= experts->last_experts_layer);
+    experts->last_experts_layer = step.layer;
 }
 
 /* ------------------------------------------------------------ which experts */
@@ -203,6 +264,65 @@ static enum ggml_status compute_nodes(struct ms_experts *experts, struct ggml_cg
     }
     *compute_ns += ms_now_ns() - start;
     return status;
+}
+
+/* ------------------------------------------------------------ nodes that are not products */
+
+/* The order of experts that weights will be taken by, if the node is one and its layer is known. */
+static int layer_of_order(const struct ms_experts *experts, const struct ggml_tensor *node) {
+    const struct ggml_tensor *weight = node->op == GGML_OP_ARGSORT || node->op == GGML_OP_TOP_K ? ms_router_of_order(node) : NULL;
+    const struct ms_expert_tensor *tensor = weight ? experts->hook_lookup(weight) : NULL;
+    return tensor ? tensor->layer : -1;
+}
+
+static void edit_choice(struct ms_experts *experts, const struct ms_experts_model *model, int layer, struct ggml_tensor *order) {
+    int n = model->source->n_experts_used;
+    arrive(experts, model, (struct step){STEP_ROUTER, layer}, (int)order->ne[1]);
+    ms_routing_edit(model->routing, model->store, layer, order->src[0], ms_routers_by_logits(model->prerouter->routers, layer), order, n < order->ne[0] ? n : (int)order->ne[0]);
+}
+
+/* Tells who guesses of the state before attention, where the node is the norm of it. */
+static void tell_state(struct ms_experts *experts, const struct ms_experts_model *model, const struct ggml_tensor *node) {
+    struct step step = step_of(experts, node);
+    const struct ggml_tensor *norm = step.kind == STEP_NORM ? node->src[0] : NULL;
+    if (!norm || (norm->op != GGML_OP_RMS_NORM && norm->op != GGML_OP_NORM)) return;
+    arrive(experts, model, step, (int)node->ne[1]);
+    experts->state = norm->src[0];
+    int64_t begin = ms_now_ns();
+    ms_prerouter_before_attention(experts->prerouter, model->prerouter, step.layer, norm->src[0]);
+    if (model->prerouter->predictors) record(experts, model, MS_EVENT_PREDICT, step.layer, begin, ms_now_ns());
+}
+
+/* Nodes without an expert product: a router and what it chooses, the sum at the end of a layer, the norm before the next. */
+static enum ggml_status compute_others(struct ms_experts *experts, const struct ms_experts_model *model, struct ggml_cgraph *graph, int begin, int end,
+                                       struct ms_experts_counters *counters) {
+    bool edits = ms_routing_edits(model->routing);
+    struct step router = {STEP_NONE, 0};
+    int router_tokens = 0;
+    int64_t begin_ns = ms_now_ns(), spent = 0;
+    int first = begin;
+    for (int i = begin; i < end; i++) {
+        struct step step = step_of(experts, ggml_graph_node(graph, i));
+        if (step.kind == STEP_ROUTER) {
+            router = step;
+            router_tokens = (int)ggml_graph_node(graph, i)->ne[1];
+        }
+        int layer = edits ? layer_of_order(experts, ggml_graph_node(graph, i)) : -1;
+        if (layer < 0 && step.kind != STEP_NORM && i + 1 < end) continue;
+        enum ggml_status status = compute_nodes(experts, graph, first, i + 1, &spent);
+        if (status != GGML_STATUS_SUCCESS) return status;
+        first = i + 1;
+        if (layer >= 0) edit_choice(experts, model, layer, ggml_graph_node(graph, i));
+        if (step.kind == STEP_NORM) tell_state(experts, model, ggml_graph_node(graph, i));
+    }
+    if (router.kind == STEP_NONE) {
+        counters->compute_ns += spent;
+        return GGML_STATUS_SUCCESS;
+    }
+    counters->router_ns += spent;
+    if (number_of(router) < experts->last_step) arrive(experts, model, router, router_tokens); /* the norm before was not told of */
+    record(experts, model, MS_EVENT_ROUTER, router.layer, begin_ns, ms_now_ns());
+    return GGML_STATUS_SUCCESS;
 }
 
 struct loan {
@@ -420,17 +540,40 @@ static bool is_block(const struct ms_experts *experts, const struct ms_experts_m
     return ms_product_of(model->products, nodes->layer, nodes->down_matrix) != NULL;
 }
 
+/* Says what a layer chose to who guesses, as soon as its experts are on their way. */
+struct choice {
+    struct ms_experts *experts;
+    const struct ms_experts_model *model;
+    int layer;
+    const struct ggml_tensor *ids;
+};
+
+static void tell_choice(void *context) {
+    const struct choice *choice = context;
+    const struct ms_experts_model *model = choice->model;
+    int64_t begin = ms_now_ns();
+    ms_routers_learn(model->prerouter->routers, choice->layer, choice->ids, choice->experts->state);
+    ms_prerouter_chosen(choice->experts->prerouter, model->prerouter, choice->layer, choice->ids);
+    if (model->prerouter->predictors) record(choice->experts, model, MS_EVENT_PREDICT, choice->layer, begin, ms_now_ns());
+}
+
 static enum ggml_status compute_block(struct ms_experts *experts, const struct ms_experts_model *model, struct ggml_cgraph *graph, int end, const struct ms_block_nodes *nodes, int n,
                                       struct ms_experts_counters *counters, struct ms_experts_zeros *zeros, char *err, size_t errlen) {
     struct ms_block_result result;
+    struct choice choice = {.experts = experts, .model = model, .layer = nodes->layer, .ids = nodes->ids};
+    struct ms_block_meanwhile meanwhile = {.function = tell_choice, .context = &choice, .timeline = model->timeline, .batch = experts->batch};
     int64_t begin = ms_now_ns();
-    enum ggml_status status = ms_block_compute(experts->block, experts->cpu, experts->n_threads, model->source, model->store, model->products, nodes, experts->wanted, n, &result, err, errlen);
+    enum ggml_status status =
+        ms_block_compute(experts->block, experts->cpu, experts->n_threads, model->source, model->store, model->products, nodes, experts->wanted, n, &meanwhile, &result, err, errlen);
     if (status != GGML_STATUS_SUCCESS) return status;
-    counters->compute_ns += ms_now_ns() - begin - result.wait_ns;
+    int64_t end_ns = ms_now_ns();
+    counters->compute_ns += end_ns - begin - result.wait_ns;
     counters->wait_ns += result.wait_ns;
+    experts->batch_wait_ns += result.wait_ns;
+    record(experts, model, MS_EVENT_EXPERTS, nodes->layer, begin, end_ns);
     __atomic_fetch_add(&zeros[nodes->layer].zeros, result.zeros, __ATOMIC_RELAXED);
     __atomic_fetch_add(&zeros[nodes->layer].of, result.activations, __ATOMIC_RELAXED);
-    return nodes->end < end ? compute_nodes(experts, graph, nodes->end, end, &counters->compute_ns) : status;
+    return nodes->end < end ? compute_others(experts, model, graph, nodes->end, end, counters) : status;
 }
 
 static enum ggml_status compute_run(struct ms_experts *experts, const struct ms_experts_model *model, struct ggml_cgraph *graph, int begin, int end, int l,
@@ -451,33 +594,59 @@ static enum ggml_status compute_run(struct ms_experts *experts, const struct ms_
         counters->fused_blocks++;
         return compute_block(experts, model, graph, end, &nodes, n, counters, zeros, err, errlen);
     }
-    counters->ggml_blocks += uses_matrix(experts, graph, begin, end, 0); /* what lies between its products may cut a layer into several runs */
+    bool whole = uses_matrix(experts, graph, begin, end, 0); /* what lies between its products may cut a layer into several runs */
+    counters->ggml_blocks += whole;
+    struct choice choice = {.experts = experts, .model = model, .layer = l, .ids = ggml_graph_node(graph, begin)->src[2]};
+    if (whole) tell_choice(&choice);
     return compute_run_lent(experts, model, graph, begin, end, l, n, counters, err, errlen);
 }
 
-/* What llama.cpp computed itself between two layers is attention, mostly. Not before the first layer: that is another token. */
-static void note_layer(struct ms_experts *experts, int layer, int64_t since, struct ms_experts_counters *counters) {
-    if (layer > experts->last_layer && experts->last_ns) counters->attention_ns += since - experts->last_ns;
-    experts->last_layer = layer;
+/* ------------------------------------------------------------ a graph */
+
+/* The layer of the first node of ours, and what it is. */
+static struct step first_step(const struct ms_experts *experts, struct ggml_cgraph *graph) {
+    for (int i = 0; i < ggml_graph_n_nodes(graph); i++) {
+        struct step step = step_of(experts, ggml_graph_node(graph, i));
+        if (step.kind != STEP_NONE) return step;
+    }
+    return (struct step){STEP_NONE, 0};
+}
+
+/* What llama.cpp computed itself since our last graph: before a router or experts it is attention, mostly; before the
+ * norm of a layer it is what ends a token, or shared experts. */
+static void note_gap(struct ms_experts *experts, const struct ms_experts_model *model, struct step next, int64_t now, struct ms_experts_counters *counters) {
+    if (!experts->last_ns || next.kind == STEP_NONE) return;
+    bool attention = next.kind != STEP_NORM && !begins_batch(experts, next);
+    if (attention) counters->attention_ns += now - experts->last_ns;
+    record(experts, model, attention ? MS_EVENT_ATTENTION : MS_EVENT_OTHER, attention ? next.layer : -1, experts->last_ns, now);
+}
+
+static void end_token(struct ms_experts *experts, const struct ms_experts_model *model, int layer) {
+    if (layer != model->last_layer || experts->n_tokens != 1) return;
+    ms_prerouter_token(experts->prerouter, model->prerouter, ms_now_ns() - experts->batch_ns, experts->batch_wait_ns);
 }
 
 enum ggml_status ms_experts_compute(struct ms_experts *experts, const struct ms_experts_model *model, struct ggml_cgraph *graph, struct ms_experts_counters *counters,
                                     struct ms_experts_zeros *zeros, char *err, size_t errlen) {
     int n_nodes = ggml_graph_n_nodes(graph);
-    int64_t since = ms_now_ns();
+    if (!model) return compute_nodes(experts, graph, 0, n_nodes, &counters->compute_ns);
+    note_gap(experts, model, first_step(experts, graph), ms_now_ns(), counters);
     for (int begin = 0; begin < n_nodes;) {
         struct ggml_tensor *node = ggml_graph_node(graph, begin);
-        const struct ms_expert_tensor *tensor = model ? expert_product(experts, node) : NULL;
+        const struct ms_expert_tensor *tensor = expert_product(experts, node);
         int end = begin + 1;
         enum ggml_status status;
         if (tensor) {
             end = run_end(experts, graph, begin, tensor);
-            note_layer(experts, tensor->layer, since, counters);
-            if (tensor->layer == model->first_layer && uses_matrix(experts, graph, begin, end, 0)) counters->tokens += (uint64_t)node->src[2]->ne[1];
+            if (uses_matrix(experts, graph, begin, end, 0)) {
+                arrive(experts, model, (struct step){STEP_EXPERTS, tensor->layer}, (int)node->src[2]->ne[1]);
+                if (tensor->layer == model->first_layer) counters->tokens += (uint64_t)node->src[2]->ne[1];
+            }
             status = compute_run(experts, model, graph, begin, end, tensor->layer, counters, zeros, err, errlen);
+            if (status == GGML_STATUS_SUCCESS) end_token(experts, model, tensor->layer);
         } else {
-            while (end < n_nodes && !(model && expert_product(experts, ggml_graph_node(graph, end)))) end++;
-            status = compute_nodes(experts, graph, begin, end, end < n_nodes ? &counters->router_ns : &counters->compute_ns);
+            while (end < n_nodes && !expert_product(experts, ggml_graph_node(graph, end))) end++;
+            status = compute_others(experts, model, graph, begin, end, counters);
         }
         if (status != GGML_STATUS_SUCCESS) return status;
         begin = end;

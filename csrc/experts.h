@@ -23,11 +23,17 @@
 #include "block.h"
 #include "ggml-backend.h"
 #include "ggml.h"
+#include "prerouter.h"
 #include "product.h"
+#include "routing.h"
 #include "source.h"
 #include "store.h"
+#include "timeline.h"
 
-/* What an expert tensor's `extra` points to: where it is in the table. */
+/* What an expert tensor's `extra` points to: where it is in the table. Other weights whose operations come to us have
+ * one too, in place of a matrix: */
+#define MS_WEIGHT_NORM (-1)   /* of the state before a layer's attention */
+#define MS_WEIGHT_ROUTER (-2)
 struct ms_expert_tensor {
     struct ms_engine *engine;
     int layer, matrix;
@@ -35,7 +41,7 @@ struct ms_expert_tensor {
 
 /* One context's computation: a private CPU backend and scratch memory. */
 struct ms_experts;
-struct ms_experts *ms_experts_new(ms_expert_lookup lookup); /* NULL: out of memory */
+struct ms_experts *ms_experts_new(ms_expert_lookup lookup, ms_expert_lookup hook_lookup); /* of experts, and of the others; NULL: out of memory */
 void ms_experts_free(struct ms_experts *experts);
 void ms_experts_set_threads(struct ms_experts *experts, int n_threads);
 void ms_experts_set_abort(struct ms_experts *experts, ggml_abort_callback callback, void *data);
@@ -45,7 +51,10 @@ struct ms_experts_model {
     const struct ms_source *source;
     struct ms_store *store;
     const struct ms_products *products; /* NULL: every node by ggml */
-    int first_layer; /* of the loaded model: where tokens are counted */
+    int first_layer, last_layer; /* of the loaded model: tokens are counted where they pass the first */
+    struct ms_prerouter_model *prerouter;
+    struct ms_routing *routing;
+    struct ms_timeline *timeline; /* NULL: nothing is recorded */
 };
 
 /* What computations did; added to. Times in nanoseconds. */
@@ -63,7 +72,7 @@ struct ms_experts_zeros {
     uint64_t zeros, of;
 };
 
-/* Computes a graph (or split); model is NULL if it has no expert product. zeros: one a layer of the source.
+/* Computes a graph (or split); model is NULL if nothing in it is the engine's. zeros: one a layer of the source.
  * GGML_STATUS_FAILED leaves the sentence in err. */
 enum ggml_status ms_experts_compute(struct ms_experts *experts, const struct ms_experts_model *model, struct ggml_cgraph *graph, struct ms_experts_counters *counters,
                                     struct ms_experts_zeros *zeros, char *err, size_t errlen);

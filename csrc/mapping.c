@@ -161,6 +161,35 @@ static void mapping_settle(struct ms_store *store) { (void)store; }
 /* The kernel's page cache takes no advice of this kind. */
 static void mapping_cool(struct ms_store *store, int layer, const int32_t *indices, int n) { mapping_release(store, layer, indices, n); }
 
+static void mapping_enter(struct ms_store *store, int layer, bool new_batch) {
+    (void)store;
+    (void)layer;
+    (void)new_batch;
+}
+
+/* Nothing is known of what is in memory: the engine refuses guesses with this store. */
+static void mapping_expect(struct ms_store *store, int layer, const int32_t *experts, const float *confidences, int n) {
+    (void)store;
+    (void)layer;
+    (void)experts;
+    (void)confidences;
+    (void)n;
+}
+
+static void mapping_holds(struct ms_store *store, int layer, int n_experts, bool *held) {
+    (void)store;
+    (void)layer;
+    memset(held, 0, (size_t)n_experts * sizeof *held);
+}
+
+static int mapping_pace(struct ms_store *store, uint64_t rate) {
+    (void)store;
+    (void)rate;
+    return -ENOTSUP;
+}
+
+static void mapping_stop(struct ms_store *store) { (void)store; }
+
 static int mapping_prefetch(struct ms_store *store, int layer, const int32_t *experts, int n) {
     struct mapping *mapping = (struct mapping *)store;
     const struct ms_layer *l = &mapping->source->layers[layer];
@@ -213,7 +242,7 @@ int ms_mapping_open(struct ms_source *source, const struct ms_interleaving *inte
     if (!mapping) return ms_fail(-ENOMEM, err, errlen, "out of memory");
     mapping->base = (struct ms_store){.capacity = mapping_capacity, .acquire = mapping_acquire, .release = mapping_release,
                                       .begin = mapping_begin, .presence = mapping_presence, .failure = mapping_failure, .events = mapping_events, .wait = mapping_wait, .settle = mapping_settle,
-                                      .cool = mapping_cool, .prefetch = mapping_prefetch, .fair_share = mapping_capacity,
+                                      .enter = mapping_enter, .expect = mapping_expect, .holds = mapping_holds, .stop = mapping_stop, .pace = mapping_pace, .cool = mapping_cool, .prefetch = mapping_prefetch, .fair_share = mapping_capacity,
                                       .view = mapping_view, .counters = mapping_counters, .close = mapping_close};
     mapping->source = source;
     mapping->interleaving = interleaving;

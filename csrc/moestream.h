@@ -7,7 +7,8 @@
  *     ms_engine_load_begin    -> FILE *, for llama_model_load_from_file_ptr
  *                                with load_mode NONE and tensor_buft_overrides
  *                                { ms_expert_pattern -> ms_engine_buffer_type,
- *                                  ms_router_pattern -> ms_engine_router_type }
+ *                                  ms_router_pattern -> ms_engine_router_type,
+ *                                  ms_norm_pattern -> ms_engine_norm_type }
  *     ms_engine_load_end
  *     ms_engine_start         gives the experts their memory
  *     llama_decode ...        computes; on failure ms_engine_take_error says why
@@ -55,6 +56,8 @@ typedef struct ms_description {
     int n_blocks;  /* transformer layers */
     int n_layers;  /* of these, layers with experts */
     int n_experts_used;
+    int n_experts_choosable;    /* the most that a token could take */
+    bool experts_used_by_layer; /* the file gives each layer a number of its own; n_experts_used is the largest */
     bool laid; /* one record per expert, see docs/layout.md */
     uint64_t dense_bytes;
     uint64_t expert_bytes;
@@ -95,6 +98,8 @@ const char *ms_describe_file(const ms_source *source, int file, uint64_t *size_b
 
 enum ms_kernels { MS_KERNELS_AUTO = 0, MS_KERNELS_PLAIN = 1, MS_KERNELS_INTERLEAVED = 2 };
 enum ms_compute { MS_COMPUTE_EXACT = 0, MS_COMPUTE_FAST = 1, MS_COMPUTE_GGML = 2 };
+/* What is predicted, any of them together. The last two belong to a replayed routing. */
+enum ms_predictors { MS_PREDICTS_ROUTER = 1, MS_PREDICTS_LOOKAHEAD = 2, MS_PREDICTS_REPEAT = 4, MS_PREDICTS_ORACLE = 8, MS_PREDICTS_RANDOM = 16 };
 enum ms_direct { MS_DIRECT_AUTO = 0, MS_DIRECT_YES = 1, MS_DIRECT_NO = 2 };
 
 typedef struct ms_engine_options {
@@ -104,6 +109,10 @@ typedef struct ms_engine_options {
     const char *reader; /* "auto", "uring", "pread", "mmap" */
     bool verify;        /* check the weights of every expert that arrives */
     int experts_used;   /* top-k in place of the file's, or 0 */
+    int predictors;     /* enum ms_predictors; 0: experts are read when they are wanted */
+    bool automatic;     /* guesses (all but the router's) only where a trial says that they pay */
+    float cache_aware;  /* a cached expert is chosen if its score is at least 1 - this of the last one chosen; 0: off */
+    const char *policy; /* "lru", "lfu", "lrfu": which expert is given up first; the mmap reader has no use for it */
 } ms_engine_options;
 
 typedef struct ms_stats {
@@ -118,6 +127,18 @@ typedef struct ms_stats {
     int64_t attention_ns; /* from the experts of one layer to the router of the next */
     int64_t router_ns;  /* choosing experts; 0 where the router does not come right before them */
     int64_t convert_ns; /* CPU time on what arrived: interleaving, moving, checking */
+    uint64_t guessed;  /* experts asked for before they were wanted; of these: */
+    uint64_t useful;   /* there when they were wanted */
+    uint64_t late;     /* on their way then */
+    uint64_t wasted;   /* given up unused */
+    uint64_t guessed_bytes;
+    uint64_t wasted_bytes;
+    uint64_t replaced; /* choices that cache_aware changed */
+    int64_t predict_ns; /* spent on predicting */
+    int depth;          /* layers ahead that are guessed now */
+    int verdict;        /* of the last trial of guessing: 1 it pays, -1 it does not, 0 there was none */
+    int64_t trial_without_ns; /* the median token of that trial */
+    int64_t trial_with_ns;
     int slots_used;
     int slots_total;
     uint64_t slot_bytes;
@@ -142,6 +163,10 @@ void *ms_engine_buffer_type(ms_engine *engine);
  * quantised, and llama.cpp must be left to choose how it stores them. */
 void *ms_engine_router_type(ms_engine *engine);
 
+/* The norms before the attention of layers with experts, so that something can be done there. The pattern is the engine's. */
+const char *ms_norm_pattern(const ms_engine *engine);
+void *ms_engine_norm_type(ms_engine *engine);
+
 /* The budget bounds for what is loaded (before loading: for all in the file). */
 uint64_t ms_engine_minimum_bytes(const ms_engine *engine);
 uint64_t ms_engine_maximum_bytes(const ms_engine *engine);
@@ -150,10 +175,40 @@ FILE *ms_engine_load_begin(ms_engine *engine);
 /* Closes the stream. -EIO: it could not be read through; the sentence says where. */
 int ms_engine_load_end(ms_engine *engine, FILE *stream, char *err, size_t errlen);
 
-/* budget: for the slots; ignored by the mmap reader. -ENOSPC: under the minimum. */
+/* budget: for the slots; ignored by the mmap reader. -ENOSPC: under the minimum; -EINVAL: no such policy. */
 int ms_engine_start(ms_engine *engine, uint64_t budget_bytes, char *err, size_t errlen);
 
 ms_stats ms_engine_stats(ms_engine *engine);
+
+/* What is predicted from the next token on, as in the options; not while a token is computed. */
+void ms_engine_set_predictors(ms_engine *engine, int predictors, bool automatic);
+
+/* Makes reads of experts arrive as slowly as from a disk of so many bytes per second (0: as they come): for measuring.
+ * After ms_engine_start, not while a token is computed. -ENOMEM; -ENOTSUP: the mmap reader does not read. */
+int ms_engine_pace(ms_engine *engine, uint64_t bytes_per_s, char *err, size_t errlen);
+
+/* `verdict` of the stats, at once. */
+int ms_engine_verdict(const ms_engine *engine);
+
+/* How good predictions were. */
+typedef struct ms_predictions {
+    uint64_t layers;   /* predicted, one count a layer and token */
+    uint64_t experts;  /* that these chose */
+    uint64_t recalled; /* of these, among as many predicted */
+    uint64_t exact;    /* layers whose set was predicted whole */
+    uint64_t absent[16];       /* predicted experts that were not in memory then, by their rank; the last: and above */
+    uint64_t absent_right[16]; /* of these, chosen */
+} ms_predictions;
+
+/* depth -1: the model's own router before attention; 0: lookahead at the same point; 1 to 3: so many layers before. */
+ms_predictions ms_engine_predictions(ms_engine *engine, int depth);
+/* Layers whose router is understood, after the first evaluation; *reads_state: all of them choose before attention. */
+int ms_engine_layers_known(ms_engine *engine, bool *reads_state);
+
+/* Makes the model's routers follow a table [n_tokens][n_layers][n_choices], over and over: for measuring, where the
+ * weights are random. Before the first token. recall[4]: how many of the true experts a lookahead finds, by depth, since
+ * there is no state to look at. -EINVAL: not of this model's shape; -ENOMEM. */
+int ms_engine_replay(ms_engine *engine, const int32_t *experts, int n_tokens, int n_layers, int n_choices, const float *recall, char *err, size_t errlen);
 /* The share of zeros behind the activation of a layer; -1 where it gives none, or before the first token. */
 double ms_engine_zeros(ms_engine *engine, int layer);
 
@@ -161,6 +216,83 @@ double ms_engine_zeros(ms_engine *engine, int layer);
 int ms_engine_take_error(ms_engine *engine, char *err, size_t errlen);
 
 void ms_engine_close(ms_engine *engine);
+
+/* ---------------------------------------------------------------- timeline */
+
+enum ms_event_kind {
+    MS_EVENT_ATTENTION = 0, /* from the end of one layer's experts to the router of the next; of the first from the hook before it */
+    MS_EVENT_ROUTER = 1,    /* choosing experts */
+    MS_EVENT_EXPERTS = 2,   /* all of a layer's experts, waits included */
+    MS_EVENT_WAIT = 3,      /* within those: the first thread has nothing to compute */
+    MS_EVENT_READ = 4,      /* of an expert, from submitted to arrived */
+    MS_EVENT_PREDICT = 5,   /* guessing who is next, within the router or at the end of experts */
+    MS_EVENT_OTHER = 6      /* from the last layer's experts to the first hook of the next batch */
+};
+
+enum ms_outcome {
+    MS_OUTCOME_DEMAND = 0,  /* read because it was wanted; all others were read ahead */
+    MS_OUTCOME_PENDING = 1, /* neither used nor evicted yet */
+    MS_OUTCOME_USEFUL = 2,  /* there in time */
+    MS_OUTCOME_LATE = 3,    /* wanted while it was on its way */
+    MS_OUTCOME_WASTED = 4   /* evicted unused */
+};
+
+/* One thing that happened; 40 bytes, of which the last 4 are padding. */
+typedef struct ms_event {
+    int64_t begin_ns, end_ns; /* CLOCK_MONOTONIC */
+    uint32_t batch;           /* evaluations since recording began: one a token in decode */
+    uint32_t bytes;           /* of a read */
+    int32_t block;            /* transformer layer; -1: none */
+    int32_t expert;           /* of a read, else -1 */
+    uint16_t tokens;          /* in the batch */
+    uint8_t kind;             /* enum ms_event_kind */
+    uint8_t outcome;          /* enum ms_outcome, of a read */
+} ms_event;
+
+/* Starts recording anew, with room for so many events (the oldest make room for others), or stops it (0).
+ * Any thread, at any time; what was recorded can be had until the next start. false: out of memory,
+ * and nothing changed. The memory is kept until the engine closes. */
+bool ms_engine_record(ms_engine *engine, size_t capacity);
+/* Copies the newest events at most, oldest first, and returns how many. *dropped: how many there were besides. */
+size_t ms_engine_recorded(ms_engine *engine, ms_event *out, size_t capacity, uint64_t *dropped);
+
+/* ---------------------------------------------------------------- simulation */
+
+/* A model, a cache and a disk for ms_simulate. The disk reads one expert at a
+ * time; attention, experts and the rest are computed one after another. */
+typedef struct ms_simulation_options {
+    int64_t n_tokens;
+    int n_layers;
+    int n_experts; /* in a layer */
+    int top_k;
+    const int32_t *experts; /* [n_tokens][n_layers][top_k] */
+    const char *policy;     /* as of an engine, or "belady": who is wanted last goes first */
+    int n_slots;            /* at least n_layers x top_k */
+    const int32_t *guesses; /* [n_tokens][n_layers][n_guessed], -1 where there is none; may be NULL */
+    int n_guessed;
+    int ahead; /* layers from the one before whose attention a guess is made to the one it is for; at least 0 */
+    int64_t read_ns; /* of an expert */
+    int64_t attention_ns; /* of a layer */
+    int64_t expert_ns; /* of one expert's computation */
+    int64_t rest_ns; /* of a token: what comes after the last layer */
+} ms_simulation_options;
+
+typedef struct ms_simulation {
+    uint64_t hits;    /* experts in memory when they were wanted, guesses apart */
+    uint64_t useful;  /* there because of a guess, and in time */
+    uint64_t late;    /* on their way because of a guess */
+    uint64_t misses;  /* the other experts: read on demand */
+    uint64_t guessed; /* experts read because of a guess, whatever came of it */
+    int64_t total_ns;
+    int64_t wait_ns; /* of that, computation blocked on experts */
+} ms_simulation;
+
+/* Replays the routing of tokens, one by one, through a cache that is empty at
+ * first, with the very policies of the engine. The experts of a layer are asked
+ * for together and do not evict each other; each is computed as soon as it is
+ * there. Guesses are read while the disk is idle, in their order, each evicting
+ * what the policy gives up first of what is not guessed to be wanted. -EINVAL: no such policy, or sizes that do not fit; -ENOMEM. */
+int ms_simulate(const ms_simulation_options *options, ms_simulation *out, char *err, size_t errlen);
 
 /* ---------------------------------------------------------------- laid files */
 

@@ -23,10 +23,16 @@ struct ms_read {
     uint8_t *destination;
     void (*done)(struct ms_read *read, int status); /* 0 or -errno */
     void *owner;
+    int index;         /* the owner's, as the two before: which of its reads it is of */
+    int64_t asked_ns;
     /* the reader's own, from submit to done */
     uint32_t got_bytes;
     uint32_t asked_bytes; /* in the kernel's hands now */
     struct ms_read *next;
+    /* the pacer's own, after that */
+    int64_t paced_until_ns;
+    int paced_status;
+    void (*paced_arrived)(struct ms_read *read, int status);
 };
 
 struct ms_reader_counters {

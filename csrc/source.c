@@ -369,6 +369,24 @@ static void show_own_architecture(const struct ms_source *source, const struct g
     gguf_set_val_str(header, "general.architecture", source->architecture);
 }
 
+/* How a token's experts are chosen. */
+static void read_choice(struct ms_source *source, const struct gguf_context *gguf) {
+    struct { const char *key; int *value; } numbers[] = {
+        {"expert_used_count", &source->n_experts_used},
+        {"expert_group_count", &source->n_groups},
+        {"expert_group_used_count", &source->n_groups_used},
+        {"experts_per_group", &source->n_experts_sharing},
+    };
+    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {
+        uint64_t value;
+        if (find_architecture_unsigned(source, gguf, numbers[i].key, &value)) *numbers[i].value = (int)value;
+    }
+    char key[128];
+    snprintf(key, sizeof key, "%s.expert_used_count", source->architecture);
+    int64_t id = gguf_find_key(gguf, key);
+    source->experts_used_by_layer = id >= 0 && gguf_get_kv_type(gguf, id) == GGUF_TYPE_ARRAY;
+}
+
 static int add_first_file(struct ms_source *source, const struct gguf_context *gguf, struct gguf_context *header, int *n_shards, char *err, size_t errlen) {
     const char *path = source->files[0].path;
     uint64_t shard = 0, shards = 1, value;
@@ -387,7 +405,7 @@ static int add_first_file(struct ms_source *source, const struct gguf_context *g
     find_string(gguf, "general.name", source->model_name, sizeof source->model_name);
     if (!source->architecture[0]) return ms_fail(-EINVAL, err, errlen, "%s: the header has no general.architecture; it is not a language model", path);
     if (find_architecture_unsigned(source, gguf, "block_count", &value)) source->n_blocks = (int)value;
-    if (find_architecture_unsigned(source, gguf, "expert_used_count", &value)) source->n_experts_used = (int)value;
+    read_choice(source, gguf);
     for (int64_t i = 0; i < gguf_get_n_kv(gguf); i++) { /* gguf_set_kv aborts on what a NUL inside a key makes of it */
         const char *key = gguf_get_key(gguf, i);
         if (!key[0] || gguf_find_key(gguf, key) != i)

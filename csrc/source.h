@@ -78,6 +78,9 @@ struct ms_source {
     struct ms_layer *layers;
     int n_blocks;
     int n_experts_used; /* top-k, the largest over the layers */
+    bool experts_used_by_layer; /* the file has a list of them, one a layer */
+    int n_groups, n_groups_used; /* of experts, of which a token may use those in some groups only; 0 where there are none */
+    int n_experts_sharing; /* this many experts share one more, and a token takes as many of those; 0 where there are none */
     bool routers_are_floats; /* none is of a type that llama.cpp might store otherwise than in the file */
     struct ms_layout *layout; /* of a laid file, else NULL */
     char architecture[64];

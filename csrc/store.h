@@ -32,10 +32,13 @@ struct ms_view {
 };
 
 struct ms_store_counters {
-    uint64_t hits, misses;
+    uint64_t hits, misses; /* what was asked for ahead is a miss when it is wanted first */
+    uint64_t guessed, guessed_bytes; /* asked for ahead; of these: */
+    uint64_t useful, late, wasted, wasted_bytes; /* there when wanted, on its way then, given up unused */
     uint64_t reads;
     uint64_t bytes_read; /* from the disk, padding included */
     int64_t read_ns;     /* time with at least one read in flight */
+    int64_t busy_ns;     /* the same, as long as arrivals are slowed down */
     int64_t wait_ns;     /* time acquire blocked; not that of wait */
     int64_t convert_ns;  /* CPU time of interleaving, moving and checking what arrived */
     int slots_used, slots_total;
@@ -49,6 +52,7 @@ enum ms_room {
     MS_ROOM_ALL,   /* for every one, and it waits for that; not while it holds pins */
     MS_ROOM_ANY,   /* what is not pinned now */
     MS_ROOM_SPARE, /* of that, what is empty or cooled */
+    MS_ROOM_GUESS, /* of that, what is worth less than the guess */
 };
 
 struct ms_store {
@@ -74,6 +78,19 @@ struct ms_store {
     /* After a failure: waits for reads that nobody holds the experts of, so that what they end with is not taken for
      * the answer to who asks for these experts next. */
     void (*settle)(struct ms_store *store);
+    /* A layer's experts are about to be begun. new_batch: it is the first layer of an evaluation. */
+    void (*enter)(struct ms_store *store, int layer, bool new_batch);
+    /* These experts will be wanted when the layer comes next, each with a confidence; replaces what was said of that
+     * layer before. At confidence 1 it is known, and they are read as if wanted, though behind what is. Others are read
+     * while the disk has nothing better to do, where something worth less can be given up. Never blocks. */
+    void (*expect)(struct ms_store *store, int layer, const int32_t *experts, const float *confidences, int n);
+    /* Which of a layer's experts are in memory; n_experts of them. */
+    void (*holds)(struct ms_store *store, int layer, int n_experts, bool *held);
+    /* Makes reads arrive as slowly as from a disk of `rate` bytes per second; 0: as they come. While nothing is in flight.
+     * -ENOMEM; -ENOTSUP: this store does not read. */
+    int (*pace)(struct ms_store *store, uint64_t rate);
+    /* Nothing is read ahead from now on: before the reader is closed. */
+    void (*stop)(struct ms_store *store);
     /* These pinned experts will be missed less than others: their room is spare until they are wanted again. */
     void (*cool)(struct ms_store *store, int layer, const int32_t *indices, int n);
     /* Asks for experts that will be wanted soon, in spare room; pins nothing. Returns how many of the list, from its
@@ -86,10 +103,14 @@ struct ms_store {
     void (*close)(struct ms_store *store); /* nothing may be pinned, and no read in flight */
 };
 
+struct ms_timeline;
+
 struct ms_slots_options {
     uint64_t budget_bytes;
     bool verify;        /* check every expert as it arrives */
     const bool *wanted; /* per layer: does the loaded model use it? */
+    struct ms_timeline *_Atomic *timeline; /* where the recording that is on is found (NULL: none); or NULL */
+    const char *policy; /* which expert is given up first, see policy.h */
 };
 
 /* Bytes a slot of this layer takes at the source's alignment. */
@@ -102,7 +123,7 @@ uint64_t ms_slots_minimum_bytes(const struct ms_source *source, const bool *want
 uint64_t ms_slots_maximum_bytes(const struct ms_source *source, const bool *wanted);
 
 /* A pool of slots that `reader` fills. Source, reader and interleaving (may be
- * NULL) must outlive it. -ENOSPC: budget under the minimum; -ENOMEM. */
+ * NULL) must outlive it. -ENOSPC: budget under the minimum; -EINVAL: no such policy; -ENOMEM. */
 int ms_slots_open(struct ms_source *source, struct ms_reader *reader, const struct ms_interleaving *interleaving,
                   struct ms_slots_options options, struct ms_store **out, char *err, size_t errlen);
 
