@@ -5,6 +5,7 @@ from importlib.metadata import version
 from . import _native, memory  # noqa: F401  the ABI is verified here, before anything is built on it
 from ._capture import record_routing
 from ._locality import LayerRouting, LruHitRate, RoutingStatistics, routing_statistics
+from ._timeline_summary import LayerTimes, TimelineSummary
 from .errors import (
     CacheTooSmallError,
     ConverterError,
@@ -20,7 +21,10 @@ from .llama import Llama
 from .model import ExpertMatrix, ModelDescription, ModelFile, MoeLayer, describe
 from .models import demo_model
 from .options import ExpertStreaming
-from .stats import ExpertStats
+from .simulation import SimulatedRun, SimulationResult, simulate
+from .stats import ExpertStats, Predictions
+from .synthesis import synthesise_trace
+from .timeline import Timeline
 from .trace import RoutingTrace
 
 __version__ = version("moestream")
@@ -36,6 +40,7 @@ __all__ = [
     "ExpertStreaming",
     "ExportResult",
     "LayerRouting",
+    "LayerTimes",
     "Llama",
     "LruHitRate",
     "ModelDescription",
@@ -45,8 +50,13 @@ __all__ = [
     "MoestreamError",
     "OptionError",
     "OutputError",
+    "Predictions",
     "RoutingStatistics",
     "RoutingTrace",
+    "SimulatedRun",
+    "SimulationResult",
+    "Timeline",
+    "TimelineSummary",
     "TraceError",
     "VerifyReport",
     "__version__",
@@ -56,5 +66,7 @@ __all__ = [
     "export",
     "record_routing",
     "routing_statistics",
+    "simulate",
+    "synthesise_trace",
     "verify",
 ]

@@ -7,8 +7,6 @@ read where the graph multiplies by them (``ffn_moe_weighted``), so that all a mo
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import hashlib
 import importlib.metadata
 import re
@@ -21,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from cffi import FFI
 
+from ._evaluation import evaluating, require_tokens
 from ._native import LIBRARY
 from .errors import ModelError, OptionError
 from .trace import RoutingTrace
@@ -76,9 +75,7 @@ def record_routing(
     >>> trace = record_routing(llm, [Path("a.txt").read_text(), Path("b.txt").read_text()], source="a.txt, b.txt")
     >>> trace.write("model.trace")
 
-    The model computes in a context of its own, which is freed afterwards and takes memory for that time: a KV cache of
-    `context` tokens, and logits of `tokens_at_once`. What `llm` has evaluated before stays as it is; its adapter is
-    applied.
+    The model computes in a context of its own, see :mod:`moestream._evaluation`.
 
     Args:
         llm: A model loaded with `expert_streaming`. The recording is part of its :meth:`Llama.expert_stats`.
@@ -113,11 +110,11 @@ def record_routing(
     recorder = _Recorder()
     progress(0, total)
     done = 0
-    with _recording_context(llm, recorder, context, tokens_at_once) as decode:
+    with evaluating(llm, context=context, tokens_at_once=tokens_at_once, on_node=recorder.look) as evaluation:
         for piece in pieces:
             for first in range(0, len(piece), tokens_at_once):
                 batch = piece[first : first + tokens_at_once]
-                decode(batch, first)
+                evaluation.decode(batch, first)
                 recorder.end_batch(len(batch))
                 done += len(batch)
                 progress(done, total)
@@ -178,59 +175,10 @@ def _pieces(llm: Llama, text: str | bytes | Sequence[int], context: int) -> Iter
                 )
     else:
         tokens = text
-        if wrong := [token for token in tokens if not 0 <= token < llm.n_vocab()]:
-            raise OptionError(f"token {wrong[0]} does not exist: this model has {llm.n_vocab()}")
+        require_tokens(llm, tokens)
     step = context - len(begin)
     for first in range(0, len(tokens), step):
         yield np.array([*begin, *tokens[first : first + step]], np.int32)
-
-
-@contextlib.contextmanager
-def _recording_context(
-    llm: Llama, recorder: _Recorder, context: int, tokens_at_once: int
-) -> Iterator[Callable[[npt.NDArray[np.int32], int], None]]:
-    """A context of the model, as that of `llm`, that tells `recorder` of its nodes.
-
-    Gives a function that evaluates tokens from a position on; position 0 begins a new text. All tokens' logits are
-    asked for, because llama.cpp leaves the others out of the last layer.
-    """
-    callback = llama_cpp.ggml_backend_sched_eval_callback(recorder.look)
-    params = type(llm.context_params).from_buffer_copy(llm.context_params)
-    params.n_ctx = context
-    params.n_batch = params.n_ubatch = tokens_at_once
-    params.n_seq_max = 1
-    params.embeddings = False
-    params.cb_eval = callback
-    params.cb_eval_user_data = None
-    with contextlib.ExitStack() as stack:
-        ctx = llama_cpp.llama_init_from_model(llm.model, params)
-        if not ctx:
-            raise OptionError(
-                f"no memory for a second context of {context} tokens: record with a smaller context, or free some"
-            )
-        stack.callback(llama_cpp.llama_free, ctx)
-        if llm._lora_adapter:
-            adapters = (llama_cpp.llama_adapter_lora_p_ctypes * 1)(llm._lora_adapter)
-            llama_cpp.llama_set_adapters_lora(ctx, adapters, 1, (ctypes.c_float * 1)(llm.lora_scale))
-        batch = llama_cpp.llama_batch_init(tokens_at_once, 0, 1)
-        stack.callback(llama_cpp.llama_batch_free, batch)
-        memory = llama_cpp.llama_get_memory(ctx)
-
-        def decode(tokens: npt.NDArray[np.int32], position: int) -> None:
-            if position == 0:
-                llama_cpp.llama_memory_clear(memory, True)
-            batch.n_tokens = len(tokens)
-            for i, token in enumerate(tokens):
-                batch.token[i] = int(token)
-                batch.pos[i] = position + i
-                batch.n_seq_id[i] = 1
-                batch.seq_id[i][0] = 0
-                batch.logits[i] = True
-            with llm._engine.failures():  # type: ignore[union-attr]
-                if code := llama_cpp.llama_decode(ctx, batch):
-                    raise RuntimeError(f"llama_decode failed with {code} while routing was recorded")
-
-        yield decode
 
 
 class _Recorder:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import psutil
 
 from . import _openmp
@@ -17,12 +21,18 @@ from .errors import CacheTooSmallError, ExpertReadError, ModelError, MoestreamEr
 from .memory import available_bytes, format_size
 from .model import ModelDescription, describe_source
 from .options import ExpertStreaming
-from .stats import ExpertStats
+from .stats import ExpertStats, Predictions
+from .timeline import EVENT
+from .trace import RoutingTrace
 
 __all__ = ["MARGIN", "Engine", "auto_cache_bytes"]
 
+logger = logging.getLogger("moestream")
+
 _KERNELS = {"auto": 0, "plain": 1, "interleaved": 2}
 _COMPUTE = {"exact": 0, "fast": 1, "ggml": 2}
+_PREDICTORS = {"router": 1, "lookahead": 2, "repeat": 4, "oracle": 8, "random": 16}
+_DEPTHS = {-1: "router", 0: "lookahead, before attention", 1: "1 layer ahead", 2: "2 layers ahead", 3: "3 layers ahead"}
 MARGIN = 0.10  # of the memory left, never taken
 
 
@@ -48,8 +58,10 @@ class Engine:
 
     def __init__(self, path: str, options: ExpertStreaming, *, experts_used: int = 0) -> None:
         self._engine: Any = None
+        self._recording = 0  # events that there is room for
         self.options = options
         reader = ffi.new("char[]", options.reader.encode())
+        policy = ffi.new("char[]", options.policy.encode())
         native = ffi.new(
             "ms_engine_options *",
             {
@@ -59,14 +71,40 @@ class Engine:
                 "reader": reader,
                 "verify": options.verify,
                 "experts_used": experts_used,
+                "predictors": sum(_PREDICTORS[name] for name in options.predictors),
+                "automatic": options.prefetch == "auto",
+                "cache_aware": options.cache_aware,
+                "policy": policy,
             },
         )
         out = ffi.new("ms_engine **")
         check(lib.ms_engine_open, os.fsencode(path), native, out, error=ModelError)
         self._engine = out[0]
         self.description: ModelDescription = describe_source(lib.ms_engine_source(self._engine), Path(path))
+        self.overrides_experts_used = experts_used > 0
         self._notes: list[str] = [*_openmp.notes()]
         self._decode_ns = 0
+        self._verdict = 0
+        if options.replay is not None:
+            self._replay(RoutingTrace.read(options.replay))
+
+    def _replay(self, trace: RoutingTrace) -> None:
+        replay, model = os.fspath(self.options.replay), self.description
+        counts = {layer.experts for layer in model.moe_layers}
+        if counts != {trace.n_experts} or trace.top_k != model.experts_used:
+            self.close()
+            raise OptionError(
+                f"replay={replay!r}: is of {trace.top_k} of {trace.n_experts} experts in a layer, and {model.path.name} takes {model.experts_used} "
+                f"of {', '.join(map(str, sorted(counts)))}; synthesise one of its shape"
+            )
+        table = np.ascontiguousarray(trace.experts, np.int32)
+        recall = ffi.new("float[4]", list(self.options.replay_recall))
+        try:
+            check(lib.ms_engine_replay, self._engine, ffi.from_buffer("int32_t[]", table), len(table), table.shape[1], trace.top_k, recall, error=OptionError)
+        except OptionError:
+            self.close()
+            raise
+        self._notes.append(f"replay: the routers follow {replay} ({trace.synthetic or 'recorded from ' + trace.model}), not the model: what it writes has no meaning")
 
     @property
     def _open(self) -> Any:
@@ -97,6 +135,14 @@ class Engine:
     def router_type(self) -> int:
         """Address of the ggml buffer type for routers, or 0 where llama.cpp is to choose."""
         return int(ffi.cast("uintptr_t", lib.ms_engine_router_type(self._open)))
+
+    def norm_type(self) -> int:
+        """Address of the ggml buffer type for the norms before attention, or 0 where nothing is to be done there."""
+        return int(ffi.cast("uintptr_t", lib.ms_engine_norm_type(self._open))) if self.options.predictors else 0
+
+    def norm_pattern(self) -> str:
+        """Regular expression of these norms."""
+        return text(lib.ms_norm_pattern(self._open))
 
     def load_begin(self) -> tuple[Any, int]:
         """Opens the virtual GGUF: (handle for load_end, address of its FILE)."""
@@ -199,6 +245,42 @@ class Engine:
                 yield
         finally:
             self._decode_ns += time.perf_counter_ns() - began
+            if self._engine is not None and (verdict := lib.ms_engine_verdict(self._engine)) != self._verdict:
+                self._verdict = verdict
+                logger.info("%s", self._prefetch_notes()[-1])
+
+    def set_prefetch(self, prefetch: str) -> None:
+        """As the option, from the next token on; the model must have been loaded with one other than "off"."""
+        options = replace(self.options, prefetch=prefetch)
+        if options.predictors and not self.options.predictors:
+            raise OptionError(f"prefetch={prefetch!r}: the model was loaded without")
+        lib.ms_engine_set_predictors(self._open, sum(_PREDICTORS[name] for name in options.predictors), prefetch == "auto")
+
+    def set_read_rate(self, bytes_per_s: float | None) -> None:
+        """Reads arrive no faster than a disk of that rate would bring them, one after the other; None: as they come.
+
+        For measuring: unlike a cgroup's limit, which lets a disk that was idle make up for it, such a disk never catches up.
+        """
+        check(lib.ms_engine_pace, self._open, int(bytes_per_s or 0), error=OptionError)
+
+    def _predictions(self) -> tuple[Predictions, ...]:
+        found = ((name, lib.ms_engine_predictions(self._open, depth)) for depth, name in _DEPTHS.items())
+        return tuple(Predictions(name, c.layers, c.recalled / c.experts, c.exact / c.layers, tuple(right / said if said else 0.0 for right, said in zip(c.absent_right, c.absent, strict=True))) for name, c in found if c.layers)
+
+    def _prefetch_notes(self) -> list[str]:
+        """What is read ahead, once it is known."""
+        if not self.options.predictors:
+            return []
+        notes = []
+        reads_state = ffi.new("bool *")
+        known = lib.ms_engine_layers_known(self._open, reads_state)
+        if known and reads_state[0] and "router" in self.options.predictors:
+            notes.append("prefetch: this model chooses a layer's experts before its attention, and they are read during it")
+        s = lib.ms_engine_stats(self._open)
+        if s.verdict:
+            times = f"a token takes {s.trial_with_ns / 1e6:.3g} ms with, {s.trial_without_ns / 1e6:.3g} ms without"
+            notes.append(f"prefetch: guessing {'pays' if s.verdict > 0 else 'does not pay'} here ({times}) and is {'on' if s.verdict > 0 else 'off'}")
+        return notes
 
     def wait_s(self) -> float:
         """``wait_s`` of the stats, at the price of a microsecond."""
@@ -208,7 +290,7 @@ class Engine:
         s = lib.ms_engine_stats(self._open)
         model = self.description
         kernels = "plain" if not s.matrices_interleaved else "mixed" if s.matrices_plain else "interleaved"
-        notes = text(lib.ms_engine_notes(self._open)).splitlines() + self._notes
+        notes = [*text(lib.ms_engine_notes(self._open)).splitlines(), *self._notes, *self._prefetch_notes()]
         return ExpertStats(
             tokens=s.tokens,
             hits=s.hits,
@@ -222,6 +304,15 @@ class Engine:
             router_s=s.router_ns / 1e9,
             other_s=max(0, self._decode_ns - s.wait_ns - s.compute_ns - s.attention_ns - s.router_ns) / 1e9,
             convert_s=s.convert_ns / 1e9,
+            guessed=s.guessed,
+            useful=s.useful,
+            late=s.late,
+            wasted=s.wasted,
+            guessed_bytes=s.guessed_bytes,
+            wasted_bytes=s.wasted_bytes,
+            replaced=s.replaced,
+            predict_s=s.predict_ns / 1e9,
+            predictions=self._predictions(),
             fused_blocks=s.fused_blocks,
             ggml_blocks=s.ggml_blocks,
             zeros=tuple(share for layer in range(len(model.moe_layers)) if (share := lib.ms_engine_zeros(self._open, layer)) >= 0),
@@ -235,6 +326,36 @@ class Engine:
             bytes_on_disk=model.bytes_on_disk,
             reader=self.reader,
             direct=bool(lib.ms_engine_direct(self._open)),
+            prefetch=self.options.prefetch,
             kernels=kernels,
+            policy="" if self.reader == "mmap" else self.options.policy,
             notes=tuple(notes),
         )
+
+    def settings(self) -> dict[str, Any]:
+        """The options as they were chosen, and the bytes of the cache; without numbers and files that were not given."""
+        stats, settings = self.stats(), {}
+        for field in fields(self.options):
+            value = getattr(stats, field.name, getattr(self.options, field.name))
+            if isinstance(value, (str, bool)) or value != field.default:
+                settings[field.name] = value
+        return {**settings, "cache": stats.cache_bytes}
+
+    # ---------------------------------------------------------------- the timeline
+
+    def record(self, capacity: int) -> None:
+        """Starts to record the last ``capacity`` events of computing and reading.
+
+        Raises:
+            OptionError: there is no memory for them.
+        """
+        if not lib.ms_engine_record(self._open, capacity):
+            raise OptionError(f"capacity={capacity}: no memory for {format_size(capacity * EVENT.itemsize)} of events; record fewer")
+        self._recording = capacity
+
+    def recorded(self) -> tuple[npt.NDArray[Any], int]:
+        """Ends recording: the events (:data:`EVENT`), and how many there was no room for."""
+        lib.ms_engine_record(self._open, 0)
+        events, dropped = np.empty(self._recording, EVENT), ffi.new("uint64_t *")
+        n = lib.ms_engine_recorded(self._open, ffi.from_buffer("ms_event[]", events.view(np.uint8), require_writable=True), len(events), dropped)
+        return events[:n].copy(), dropped[0]

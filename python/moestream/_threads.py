@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 
-__all__ = ["DecodeThreads", "Memory", "candidates", "core_wait_s", "default_threads", "usable_cores"]
+__all__ = ["DecodeThreads", "Memory", "candidates", "core_wait_s", "default_threads", "processor", "usable_cores"]
 
 LOOK_S = 0.5  # a machine that is quiet is looked at so often
 LONGEST_PAUSE_S = 10.0  # between two trials of which none was faster
@@ -174,7 +174,7 @@ class Memory:
     """
 
     def __init__(self, model: Path) -> None:
-        self._key = f"{_processor()}, {usable_cores()} cores, {model.name}, {model.stat().st_size} bytes"
+        self._key = f"{processor()}, {usable_cores()} cores, {model.name}, {model.stat().st_size} bytes"
 
     def recall(self) -> int | None:
         """The number; None if there is none, or nothing that could be read as one."""
@@ -239,7 +239,8 @@ def core_wait_s() -> float:
     return total_ns / 1e9
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The name of the CPU."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

@@ -11,6 +11,7 @@ import os
 import types
 import warnings
 from collections.abc import Callable, Container, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -19,12 +20,12 @@ import llama_cpp
 from llama_cpp import _internals as stock_internals
 from llama_cpp import llama as stock_module
 
-from . import _hub, _threads
+from . import _hub, _threads, timeline
 from ._engine import Engine
 from ._native import lib, text
 from .errors import ExpertReadError, ModelError, OptionError
 from .memory import private_bytes
-from .model import describe
+from .model import ModelDescription, describe
 from .options import ExpertStreaming
 from .stats import ExpertStats
 
@@ -83,8 +84,12 @@ class _StreamedModel(stock_internals.LlamaModel):
         self._exit_stack = contextlib.ExitStack()
         self._exit_stack.callback(engine.close)  # last: the model's buffers belong to it
 
-        placed = [(lib.ms_expert_pattern(), engine.buffer_type()), (lib.ms_router_pattern(), engine.router_type())]
-        overrides = [_BufferOverride(text(pattern).encode(), buffer_type) for pattern, buffer_type in placed if buffer_type]
+        placed = [
+            (text(lib.ms_expert_pattern()), engine.buffer_type()),
+            (text(lib.ms_router_pattern()), engine.router_type()),
+            (engine.norm_pattern(), engine.norm_type()),
+        ]
+        overrides = [_BufferOverride(pattern.encode(), buffer_type) for pattern, buffer_type in placed if buffer_type]
         self._overrides = (_BufferOverride * (len(overrides) + 1))(*overrides, _BufferOverride(None, None))
         params.tensor_buft_overrides = ctypes.cast(self._overrides, ctypes.c_void_p)
         params.load_mode = llama_cpp.LLAMA_LOAD_MODE_NONE
@@ -104,7 +109,8 @@ class _StreamedModel(stock_internals.LlamaModel):
         if failure:
             raise failure[0]
         if self.model is None:
-            raise ModelError(f"{path_model}: llama.cpp cannot load it: {_last_cause(errors)}")
+            remedy = "; its file fits its own number of experts a token alone: leave experts_used out" if engine.overrides_experts_used else ""
+            raise ModelError(f"{path_model}: llama.cpp cannot load it: {_last_cause(errors)}{remedy}")
         self.vocab = llama_cpp.llama_model_get_vocab(self.model)
 
     def _free_model(self) -> None:
@@ -215,12 +221,46 @@ _STOCK_PARAMETERS = {
 }
 
 
-def _expert_count_override(kv_overrides: dict[str, Any] | None) -> int:
-    """Top-k in place of the file's, if the user overrides that key; else 0."""
-    for key, value in (kv_overrides or {}).items():
-        if key.endswith(".expert_used_count") and isinstance(value, int):
-            return value
-    return 0
+_EXPERTS_USED_KEY = ".expert_used_count"
+
+
+def _experts_used(path: str, wanted: int | None, kv_overrides: dict[str, Any] | None) -> tuple[int, dict[str, Any] | None]:
+    """Top-k in place of the file's, else 0; and the overrides that tell llama.cpp so.
+
+    Args:
+        wanted: The option ``experts_used``.
+        kv_overrides: Those of the user, who may override the file's number there too.
+
+    Raises:
+        OptionError: the two contradict each other, or llama.cpp cannot take that many: it would end the process.
+        ModelError: the file cannot be read.
+    """
+    if wanted is None and not any(key.endswith(_EXPERTS_USED_KEY) for key in kv_overrides or {}):
+        return 0, kv_overrides
+    model = describe(path)
+    key = model.architecture + _EXPERTS_USED_KEY
+    number, name = wanted, f"experts_used={wanted}"
+    if kv_overrides and key in kv_overrides:
+        overridden = kv_overrides[key]
+        if wanted not in (None, overridden):
+            raise OptionError(f"experts_used={wanted} contradicts kv_overrides={{{key!r}: {overridden!r}}}: leave out one of them")
+        if type(overridden) is int:  # others are nothing to llama.cpp, which warns
+            number, name = overridden, f"kv_overrides={{{key!r}: {overridden}}}"
+    if number is None or (number == model.experts_used and not model.experts_used_by_layer):
+        return 0, kv_overrides
+    _require_choosable(model, number, name)
+    return number, {**(kv_overrides or {}), key: number}
+
+
+def _require_choosable(model: ModelDescription, number: int, name: str) -> None:
+    if model.experts_used_by_layer:
+        raise OptionError(
+            f"{name}: {model.path} says for each layer how many experts a token takes, which llama.cpp does not replace by one number; leave it out"
+        )
+    if not 1 <= number <= model.experts_choosable:
+        experts = min(layer.experts for layer in model.moe_layers)
+        grouped = "" if model.experts_choosable == experts else f" of the {experts} in a layer, which are in groups"
+        raise OptionError(f"{name}: a token of {model.path} can take 1 to {model.experts_choosable} experts{grouped}; the file says {model.experts_used}")
 
 
 def _refuse_unknown(keywords: Iterable[str], known: Container[str]) -> None:
@@ -266,6 +306,7 @@ class Llama(llama_cpp.Llama):
         self._engine: Engine | None = None
         self._expert_streaming = expert_streaming
         self._threads_given = True
+        self._evaluated: list[int] | None = None  # tokens since the timeline is recorded
         self._stack = contextlib.ExitStack()
         self._sampler = None
         _refuse_unknown(kwargs, _STOCK_PARAMETERS)
@@ -292,7 +333,8 @@ class Llama(llama_cpp.Llama):
             kwargs["n_threads"] = _threads.default_threads()
         model_path = os.fspath(model_path)
         before = private_bytes()
-        self._engine = Engine(model_path, options, experts_used=_expert_count_override(kwargs.get("kv_overrides")))
+        experts_used, kwargs["kv_overrides"] = _experts_used(model_path, options.experts_used, kwargs.get("kv_overrides"))
+        self._engine = Engine(model_path, options, experts_used=experts_used)
         try:
             self._engine.require_memory()
             for note in self._engine.stats().notes:
@@ -379,6 +421,8 @@ class Llama(llama_cpp.Llama):
                 # a recurrent state cannot go back a token, so llama.cpp dropped it: no prompt is a continuation of it
                 self.input_ids[: self.n_tokens] = -1
             raise
+        if self._evaluated is not None:
+            self._evaluated += tokens
 
     def expert_stats(self) -> ExpertStats:
         """What streaming did so far.
@@ -392,6 +436,22 @@ class Llama(llama_cpp.Llama):
         stats = self._engine.stats()
         threads = self._ctx.threads
         return stats if threads is None else replace(stats, notes=(*stats.notes, threads.note))
+
+    def record_timeline(self, *, capacity: int = 262_144) -> AbstractContextManager[timeline.Timeline]:
+        """Records what happens when, from here to the end of a ``with`` block; the timeline is filled then.
+
+        >>> with llm.record_timeline() as timeline:
+        ...     llm("The library is", max_tokens=30)
+        >>> timeline.write("run.html")
+
+        Args:
+            capacity: Events to keep, 88 bytes each while recording: the newest. A token takes some 10 a layer.
+
+        Raises:
+            OptionError: the model is not streamed, is being recorded already, or there is no memory.
+            MoestreamError: the model is closed, or was within the block.
+        """
+        return timeline.record(self, capacity)
 
     @property
     def decode_threads(self) -> int:

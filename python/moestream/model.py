@@ -62,6 +62,10 @@ class ModelDescription:
     layers: int
     moe_layers: tuple[MoeLayer, ...]
     experts_used: int
+    experts_choosable: int
+    """The most that a token could take in each layer: all, or those in as many groups as it may use."""
+    experts_used_by_layer: bool
+    """Does the file give each layer a number of its own? ``experts_used`` is the largest then."""
     laid: bool
     """Is it a laid file, with one record per expert?"""
     dense_bytes: int
@@ -131,6 +135,8 @@ def describe_source(source: Any, path: Path) -> ModelDescription:
         layers=found.n_blocks,
         moe_layers=tuple(layers),
         experts_used=found.n_experts_used,
+        experts_choosable=found.n_experts_choosable,
+        experts_used_by_layer=found.experts_used_by_layer,
         laid=found.laid,
         dense_bytes=found.dense_bytes,
         expert_bytes=found.expert_bytes,

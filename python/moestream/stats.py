@@ -4,9 +4,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-__all__ = ["ExpertStats"]
+__all__ = ["ExpertStats", "Predictions"]
 
-_COUNTERS = ("tokens", "hits", "misses", "reads", "bytes_read", "read_s", "wait_s", "compute_s", "attention_s", "router_s", "other_s", "convert_s", "fused_blocks", "ggml_blocks")
+_COUNTERS = ("tokens", "hits", "misses", "reads", "bytes_read", "read_s", "wait_s", "compute_s", "attention_s", "router_s", "other_s", "convert_s", "fused_blocks", "ggml_blocks", "guessed", "useful", "late", "wasted", "guessed_bytes", "wasted_bytes", "replaced", "predict_s")
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """How good predictions of one kind were.
+
+    Attributes:
+        name: ``"router"``, or how far ahead a lookahead was made.
+        layers: Predicted, one count a layer and token.
+        recall: Share of the experts chosen that were among as many predicted.
+        exact: Share of the layers whose experts were all predicted.
+        absent: Of the experts predicted that were not in memory, the share that was chosen, by rank (the surest first;
+            the 16th stands for all above): what reading them is worth.
+    """
+
+    name: str
+    layers: int
+    recall: float
+    exact: float
+    absent: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -21,7 +41,23 @@ class ExpertStats:
     hits: int
     """Experts found in memory, counted once per layer and batch."""
     misses: int
-    """Experts that had to be read."""
+    """Experts that had to be read, ahead or when they were wanted."""
+    guessed: int
+    """Experts asked for before they were wanted."""
+    useful: int
+    """Of these: there when they were wanted."""
+    late: int
+    """Of these: still on their way when they were wanted."""
+    wasted: int
+    """Of these: given up before anybody wanted them."""
+    guessed_bytes: int
+    wasted_bytes: int
+    predict_s: float
+    """Spent on predicting."""
+    predictions: tuple[Predictions, ...]
+    """How good they were, since the model was loaded."""
+    replaced: int
+    """Choices that ``cache_aware`` changed."""
     reads: int
     """Asked of the disk: one an expert in a laid file, three in most stock ones; 0 with ``reader="mmap"``."""
     bytes_read: int
@@ -61,8 +97,12 @@ class ExpertStats:
     bytes_on_disk: int
     reader: str
     direct: bool
+    prefetch: str
+    """As asked for; the notes say what came of ``"auto"``."""
     kernels: str
     """``"plain"``, ``"interleaved"``, or ``"mixed"`` where ggml interleaves only some of the matrices."""
+    policy: str
+    """Which expert the cache gives up first; empty with ``reader="mmap"``, where the kernel chooses."""
     notes: tuple[str, ...]
     """What was chosen and why, in sentences."""
 
@@ -83,4 +123,4 @@ class ExpertStats:
     def as_dict(self) -> dict[str, object]:
         """Everything, derived figures included, ready for JSON."""
         values: dict[str, object] = {field.name: getattr(self, field.name) for field in fields(self)}
-        return values | {"hit_rate": self.hit_rate, "read_bandwidth": self.read_bandwidth, "zeros": list(self.zeros), "notes": list(self.notes)}
+        return values | {"hit_rate": self.hit_rate, "read_bandwidth": self.read_bandwidth, "zeros": list(self.zeros), "predictions": [vars(p) for p in self.predictions], "notes": list(self.notes)}
