@@ -2,7 +2,7 @@
 
 One module per command. Each has `add_arguments(parser)`, the public function of the command's name, and
 `run(**options)`, which calls that function with the parsed options by name and prints what it gives. A command of
-several parts is a package whose `COMMANDS` are such modules.
+several parts is a package whose `COMMANDS` are such modules; it may be such a module besides, for use without a part.
 
 Exit codes: 0 done, 1 an error told in one line on stderr, 2 wrong usage, 130 ended by Ctrl-C, 141 the reader of our
 output left.
@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from ..errors import MoestreamError
-from . import convert, demo, export, generate, inspect, trace, verify
+from . import convert, demo, export, generate, inspect, simulate, trace, verify
 from ._logging import log_to_stderr
 from ._output import versions
 
@@ -32,6 +32,7 @@ _COMMANDS = {
     "export": export,
     "generate": generate,
     "inspect": inspect,
+    "simulate": simulate,
     "trace": trace,
     "verify": verify,
 }
@@ -44,9 +45,34 @@ class _Parser(argparse.ArgumentParser):
 
     Attributes:
         run: What its command does, given the parsed options; None where one of its commands is still to be named.
+        parts: Of a command that does something itself, the parser of what comes after the name of one of its commands.
     """
 
     run: Callable[..., int] | None = None
+    parts: _Parser | None = None
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As ever; with `parts`, the first word says whose the options are, so that they do not mix."""
+        if self.parts is None:
+            return super().parse_known_args(args, namespace)
+        if not args:
+            return argparse.Namespace(parser=self), []
+        parse = super().parse_known_args if args[0].startswith("-") else self.parts.parse_known_args
+        return parse(args, namespace)
+
+    def format_usage(self) -> str:
+        return super().format_usage() + (f"       {self.prog} COMMAND ...\n" if self.parts else "")
+
+    def format_help(self) -> str:
+        if self.parts is None:
+            return super().format_help()
+        usage, commands = argparse.ArgumentParser.format_usage(self), self.parts.format_help().partition("\n\n")[2]
+        return (
+            super()
+            .format_help()
+            .replace(usage, self.format_usage(), 1)
+            .replace("\noptions:", f"\n{commands}\noptions:", 1)
+        )
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\nSee '{self.prog} --help'.\n")
@@ -83,8 +109,10 @@ def _add_commands(parser: _Parser, modules: Mapping[str, Any]) -> None:
         )
         command.set_defaults(parser=command)
         if hasattr(module, "COMMANDS"):
-            _add_commands(command, module.COMMANDS)
-            continue
+            command.parts = _Parser(prog=command.prog, add_help=False) if hasattr(module, "run") else None
+            _add_commands(command.parts or command, module.COMMANDS)
+            if command.parts is None:
+                continue
         command.run = module.run
         module.add_arguments(command)
         command.add_argument(
@@ -108,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = options.pop("parser", parser)
     if unknown:
         command.error(f"unrecognized arguments: {' '.join(unknown)}")
-    if command.run is None:
+    if not options:  # nothing was asked for
         command.print_help()
         return 0
     verbose = options.pop("verbose")

@@ -3,12 +3,16 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
 from tqdm import tqdm
+
+from ..errors import OptionError
 
 
 def versions() -> dict[str, str]:
@@ -18,6 +22,17 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
+
+
+def require_writable(output: str) -> None:
+    """Refuses an --output that could not be written, before the work is done."""
+    folder = Path(output).parent
+    if not folder.is_dir():
+        raise OptionError(f"--output {output}: there is no folder {folder}; make it first")
+    if Path(output).is_dir():
+        raise OptionError(f"--output {output}: is a folder; name a file in it")
+    if not os.access(folder, os.W_OK):
+        raise OptionError(f"--output {output}: the folder {folder} cannot be written to; name another")
 
 
 def print_json(value: Any) -> None:

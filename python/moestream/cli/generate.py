@@ -17,6 +17,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -140,10 +141,15 @@ def generate(
     reader: str = "auto",
     direct: bool | Literal["auto"] = "auto",
     verify: bool = False,
+    policy: str = "lrfu",
+    prefetch: str = "auto",
+    cache_aware: float = 0.0,
+    experts_used: int | None = None,
     on_text: Callable[[str], None] = _ignore,
     load_progress: Callable[[float], None] | None = None,
     prompt_progress: Callable[[int, int], None] = _ignore,
     should_stop: Callable[[], bool] = lambda: False,
+    watch: Callable[[Llama], AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> Generation:
     """Continues a prompt; what `moestream generate` does, with the long names of its options.
 
@@ -174,12 +180,14 @@ def generate(
         expert_streaming: False loads the whole model, as llama_cpp.Llama does, to compare with.
         mmap: Without `expert_streaming`, map the file instead of reading it, as llama_cpp.Llama does by default. Pages of
             weights that are repacked stay mapped and count twice in the resident memory.
-        expert_cache, kernels, compute, reader, direct, verify: As in `moestream.ExpertStreaming`.
+        expert_cache, kernels, compute, reader, direct, verify, policy, prefetch, cache_aware, experts_used: As in
+            `moestream.ExpertStreaming`.
         on_text: Is handed each piece of text as it is made.
         load_progress: Is told the share of the model that is loaded, from 0 to 1; what it raises breaks loading off. It
             is not called without `expert_streaming`.
         prompt_progress: Is told how many tokens of how many in the prompt are evaluated.
         should_stop: Is asked between two tokens, and between two pieces of the prompt.
+        watch: Is handed the model; prompt and text are evaluated within the context that it gives.
 
     Returns:
         What was made, also when `should_stop` or an error ended it after the prompt.
@@ -202,11 +210,21 @@ def generate(
     if lora is not None and not Path(lora).is_file():
         raise OptionError(f"--lora: there is no file {lora}")
     streaming = ExpertStreaming(
-        cache=expert_cache, kernels=kernels, compute=compute, reader=reader, direct=direct, verify=verify
+        cache=expert_cache,
+        kernels=kernels,
+        compute=compute,
+        reader=reader,
+        direct=direct,
+        verify=verify,
+        policy=policy,
+        prefetch=prefetch,
+        cache_aware=cache_aware,
+        experts_used=experts_used,
     )
     if not expert_streaming and streaming != ExpertStreaming():
         raise OptionError(
-            "--no-expert-streaming leaves no use for --expert-cache, --kernels, --compute, --reader, --direct and --verify"
+            "--no-expert-streaming leaves no use for --expert-cache, --kernels, --compute, --reader, --direct, --verify, "
+            "--policy, --prefetch, --cache-aware and --experts-used"
         )
     path = locate(model, hf_repo, hf_file)
     if expert_streaming:
@@ -234,7 +252,7 @@ def generate(
         type_v=type_v,
         verbose=logging.getLogger("moestream").isEnabledFor(logging.DEBUG),
     )
-    with contextlib.closing(llm):
+    with contextlib.closing(llm), contextlib.ExitStack() as watching:
         load_s = time.perf_counter() - started
         prompt_tokens = llm.tokenize(text, add_bos=True, special=True)
         trained_tokens = llama_cpp.llama_model_n_ctx_train(llm.model)
@@ -243,6 +261,7 @@ def generate(
         logits_processor = _without_ends(llm) if ignore_eos else None
         stats = [llm.expert_stats()] if expert_streaming else []
 
+        watching.enter_context(watch(llm))
         prompt_started = time.perf_counter()
         evaluated = _evaluate(llm, prompt_tokens, ubatch_size, prompt_progress, should_stop)
         prompt_s = time.perf_counter() - prompt_started
@@ -321,6 +340,26 @@ def run(*, json: bool, **options: Any) -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `generate`. They have llama.cpp's names where it has such an option."""
     add_model_arguments(parser)
+    add_text_arguments(parser)
+    add_sampling_arguments(parser)
+    add_running_arguments(parser)
+    streaming = add_streaming_arguments(parser)
+    streaming.add_argument(
+        "--no-expert-streaming",
+        dest="expert_streaming",
+        action="store_false",
+        help="load the whole model as llama-cpp-python does, to compare with",
+    )
+    streaming.add_argument(
+        "--mmap",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="for that, map the file instead of reading it (default: on)",
+    )
+
+
+def add_text_arguments(parser: argparse.ArgumentParser, *, n_predict: int = 128) -> None:
+    """Adds the options that say what is written."""
     text = parser.add_argument_group("text")
     prompt = text.add_mutually_exclusive_group(required=True)
     prompt.add_argument("-p", "--prompt", metavar="TEXT", help="the text to continue")
@@ -330,7 +369,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--n-predict",
         "--predict",
         type=int,
-        default=128,
+        default=n_predict,
         metavar="N",
         help="tokens to write at most; -1: until the text or the context ends (default: %(default)s)",
     )
@@ -344,8 +383,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text.add_argument("--ignore-eos", action="store_true", help="write on where the model would end the text")
     text.add_argument("--json", action="store_true", help="print one JSON object: text, timings, statistics, versions")
 
-    add_sampling_arguments(parser)
 
+def add_running_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that say how the model is run."""
     running = parser.add_argument_group("running")
     running.add_argument(
         "-c",
@@ -389,6 +429,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
     running.add_argument("--lora", metavar="FILE", help="a LoRA adapter to apply")
 
+
+def add_streaming_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Adds the options of `moestream.ExpertStreaming`, and returns their group."""
     streaming = parser.add_argument_group("expert streaming")
     add_cache_arguments(streaming)
     streaming.add_argument(
@@ -407,17 +450,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--verify", action="store_true", help="look for damaged weights in every expert that is read"
     )
     streaming.add_argument(
-        "--no-expert-streaming",
-        dest="expert_streaming",
-        action="store_false",
-        help="load the whole model as llama-cpp-python does, to compare with",
+        "--policy",
+        choices=("lru", "lfu", "lrfu"),
+        default="lrfu",
+        help="which cached expert is given up first, by recency, frequency or both (default: %(default)s)",
     )
     streaming.add_argument(
-        "--mmap",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="for that, map the file instead of reading it (default: on)",
+        "--prefetch",
+        choices=("auto", "off", "router", "lookahead", "router+lookahead", "repeat"),
+        metavar="WHICH",
+        default="auto",
+        help="experts to read before they are wanted: off, router, lookahead, router+lookahead, repeat, or auto, which is "
+        "those that are known, and guesses where they pay (default: %(default)s)",
     )
+    streaming.add_argument(
+        "--cache-aware",
+        type=float,
+        default=0.0,
+        metavar="MARGIN",
+        help="take an expert in memory for one that is not, if its score is that little lower (0.05: 5%%), which changes "
+        "what the model says (default: never)",
+    )
+    return streaming
 
 
 def add_cache_arguments(parser: argparse._ActionsContainer) -> None:
@@ -439,6 +493,12 @@ def add_cache_arguments(parser: argparse._ActionsContainer) -> None:
         choices=("auto", "uring", "pread", "mmap"),
         default="auto",
         help="how experts are read (default: measured)",
+    )
+    parser.add_argument(
+        "--experts-used",
+        type=int,
+        metavar="K",
+        help="experts that a token takes in each layer, which changes what the model says (default: the model's own)",
     )
 
 

@@ -22,7 +22,7 @@ from ...errors import OptionError
 from ...memory import format_size
 from .._interrupt import INTERRUPTED, Interrupt
 from .._model import add_model_arguments, locate
-from .._output import Progress
+from .._output import Progress, require_writable
 from ..generate import add_cache_arguments
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def record(
     expert_cache: int | str = "auto",
     kernels: str = "auto",
     reader: str = "auto",
+    experts_used: int | None = None,
     load_progress: Callable[[float], None] | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> RoutingTrace:
@@ -54,7 +55,7 @@ def record(
         ctx_size: Tokens of the longest text; longer ones are cut.
         ubatch_size: Tokens computed at once at most; 1 computes as decoding does.
         threads: By default one per physical core this process may use.
-        expert_cache, kernels, reader: As in `moestream.ExpertStreaming`.
+        expert_cache, kernels, reader, experts_used: As in `moestream.ExpertStreaming`.
         load_progress: Is told the share of the model that is loaded, from 0 to 1; what it raises breaks loading off.
         progress: Is told how many tokens of how many are done; what it raises breaks the recording off.
 
@@ -67,7 +68,7 @@ def record(
         if value is not None and value < 1:
             raise OptionError(f"{option} {value}: give a number of at least 1")
     texts = [_text(name) for name in file]
-    streaming = ExpertStreaming(cache=expert_cache, kernels=kernels, reader=reader)
+    streaming = ExpertStreaming(cache=expert_cache, kernels=kernels, reader=reader, experts_used=experts_used)
     threads = threads or default_threads()
     llm = Llama(
         str(locate(model, hf_repo, hf_file)),
@@ -88,7 +89,7 @@ def record(
 
 def run(*, output: str, **options: Any) -> int:
     """Runs `record` for the command line, writes the trace, and returns the exit code."""
-    _require_folder(output)
+    require_writable(output)
     started = time.perf_counter()
     try:
         with Interrupt() as interrupt, Progress(interrupt.requested) as progress:
@@ -146,14 +147,3 @@ def _text(path: str | os.PathLike[str]) -> bytes:
     if not text:
         raise OptionError(f"the text {path} is empty: leave it out")
     return text
-
-
-def _require_folder(output: str) -> None:
-    """Refuses what could not be written, before the work is done."""
-    folder = Path(output).parent
-    if not folder.is_dir():
-        raise OptionError(f"--output {output}: there is no folder {folder}; make it first")
-    if Path(output).is_dir():
-        raise OptionError(f"--output {output}: is a folder; name a file in it")
-    if not os.access(folder, os.W_OK):
-        raise OptionError(f"--output {output}: the folder {folder} cannot be written to; name another")
