@@ -27,6 +27,7 @@ import llama_cpp
 import numpy as np
 
 import moestream
+from moestream._quality import log_softmax
 
 from .config import ModelConfig
 
@@ -232,11 +233,9 @@ def perplexity(model: Model, windows: Iterable[Window], **options: Any) -> float
             tokens = np.asarray(window, dtype=np.int64)
             if len(tokens) < 2:
                 continue
-            scores = logits(llm, tokens[:-1]).astype(np.float64)
-            top = scores.max(axis=1)
-            total = top + np.log(np.exp(scores - top[:, None]).sum(axis=1))
-            nats += float((total - scores[np.arange(len(scores)), tokens[1:]]).sum())
-            count += len(scores)
+            log_p = log_softmax(logits(llm, tokens[:-1]))
+            nats -= float(log_p[np.arange(len(log_p)), tokens[1:]].sum())
+            count += len(log_p)
     if not count:
         raise ValueError("no window has a token to predict")
     return float(np.exp(nats / count))

@@ -38,6 +38,19 @@ __all__ = ["Arm", "Feed", "Session", "random_prompt", "zipf_stream"]
 STREAM_IDS = 400
 ZIPF_EXPONENT = 1.3
 
+STREAMING = (
+    "cache",
+    "kernels",
+    "reader",
+    "direct",
+    "compute",
+    "prefetch",
+    "policy",
+    "cache_aware",
+    "experts_used",
+    "replay",
+)
+
 
 def zipf_stream(*, tokens: int, vocabulary: int, seed: int = 1) -> list[int]:
     """Token ids whose frequency follows a Zipf law over 400 ids."""
@@ -55,7 +68,8 @@ class Arm:
     """One way to run a model.
 
     A stock arm is llama_cpp.Llama, with or without repacked weights, read into memory or mapped. A streamed arm is
-    moestream.Llama with `cache` (bytes), `kernels`, `reader`, `direct` and `compute`. Context, batch and threads are the same for both.
+    moestream.Llama with the options of ExpertStreaming from `cache` (bytes) to `replay`; None leaves one at its default. Context,
+    batch and threads are the same for both.
     """
 
     model: Path
@@ -67,9 +81,20 @@ class Arm:
     reader: str = "auto"
     direct: bool | str = "auto"
     compute: str = "exact"
+    prefetch: str | None = None
+    policy: str | None = None
+    cache_aware: float | None = None
+    experts_used: int | None = None
+    replay: Path | None = None
     n_ctx: int = 512
     n_batch: int = 512
     threads: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
+
+    @property
+    def streaming(self) -> dict[str, Any]:
+        """The options of ExpertStreaming."""
+        values = {name: getattr(self, name) for name in STREAMING}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -123,7 +148,8 @@ class Session:
         self._load_timeout_s = load_timeout_s
 
     def __enter__(self) -> Session:
-        command = [*self._prefix, sys.executable, "-m", "measure.worker", json.dumps(asdict(self.arm), default=str)]
+        description = json.dumps(asdict(self.arm) | {"streaming": self.arm.streaming}, default=str)
+        command = [*self._prefix, sys.executable, "-m", "measure.worker", description]
         tools = str(Path(__file__).resolve().parent.parent)
         path = os.pathsep.join(filter(None, [tools, os.environ.get("PYTHONPATH")]))
         environment = os.environ | {"PYTHONPATH": path} | self._environment
@@ -199,7 +225,7 @@ class Session:
         how = (
             f"repack={arm.repack}, mmap={arm.mmap}"
             if arm.kind == "stock"
-            else f"cache={arm.cache}, kernels={arm.kernels}, compute={arm.compute}"
+            else ", ".join(f"{name}={value}" for name, value in arm.streaming.items())
         )
         return f"the {arm.kind} arm ({how})"
 

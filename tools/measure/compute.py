@@ -21,10 +21,9 @@ import numpy as np
 import psutil
 
 import moestream
-from demo_model import agreement
 from moestream.memory import format_size
 
-from . import demo_model, engine, layout
+from . import demo_model, engine, layout, quality
 from .arms import Arm, Feed, Session, random_prompt, zipf_stream
 from .bandwidth import MemoryReader
 from .competitor import Competitor
@@ -504,7 +503,7 @@ def competing(bench: Bench) -> Iterator[Figure]:
 def fast_kl(bench: Bench) -> Iterator[Figure]:
     """Kullback-Leibler divergence of compute="fast" from "exact" on the demo models' validation text, in nats a token."""
     with demo_model.open_bench(None, quick=True, keep=False) as demo, tempfile.TemporaryDirectory() as folder:
-        windows = demo.some_windows(math.ceil(bench.effort.kl_tokens / demo_model.CONTEXT))[:, :-1]
+        windows = demo.some_windows(math.ceil(bench.effort.kl_tokens / demo_model.CONTEXT))
         for kind in bench.effort.kl_kinds:
             shipped = demo.shipped(kind)
             files = {"Q4_0": shipped}
@@ -513,32 +512,12 @@ def fast_kl(bench: Bench) -> Iterator[Figure]:
                 moestream.convert(shipped, files[type], type, allow_requantize=True, target="plain", progress=False)
             for type, path in files.items():
                 note(f"fast against exact, {kind} in {type}")
-                divergences, changed = _divergences(path, windows)
-                yield Figure(f"fast_kl[{kind}, {type}]", float(divergences.mean()), "nats")
-                yield Figure(f"fast_kl[{kind}, {type}].largest", float(divergences.max()), "nats")
-                yield Figure(f"fast_kl[{kind}, {type}].tokens", len(divergences))
-                yield Figure(f"fast_kl[{kind}, {type}].changed", changed)
-
-
-def _divergences(path: Path, windows: np.ndarray) -> tuple[np.ndarray, float]:
-    """Per token of the windows sum p log(p / q), p being exact and q fast; and the share of tokens with any logit that differs."""
-    exact, fast = (_logits(path, windows, compute) for compute in ("exact", "fast"))
-    p, q = _log_softmax(exact), _log_softmax(fast)
-    return (np.exp(p) * (p - q)).sum(axis=1), float((exact != fast).any(axis=1).mean())
-
-
-def _logits(path: Path, windows: np.ndarray, compute: str) -> np.ndarray:
-    """[token, vocabulary] of all windows, each evaluated as one prompt."""
-    options = {"n_ctx": windows.shape[1], "n_batch": windows.shape[1], "n_ubatch": windows.shape[1]}
-    streaming = moestream.ExpertStreaming(compute=compute)
-    llm = moestream.Llama(str(path), expert_streaming=streaming, logits_all=True, verbose=False, **options)
-    with contextlib.closing(llm):
-        return np.concatenate([agreement.logits(llm, window).copy() for window in windows])
-
-
-def _log_softmax(logits: np.ndarray) -> np.ndarray:
-    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+                arms = (moestream.ExpertStreaming(compute=compute) for compute in ("exact", "fast"))
+                found = quality.compared(path, *arms, windows, tokens_at_once=demo_model.CONTEXT).report
+                yield Figure(f"fast_kl[{kind}, {type}]", found.kl, "nats")
+                yield Figure(f"fast_kl[{kind}, {type}].largest", found.kl_largest, "nats")
+                yield Figure(f"fast_kl[{kind}, {type}].tokens", found.tokens)
+                yield Figure(f"fast_kl[{kind}, {type}].changed", found.changed)
 
 
 def kernels(bench: Bench) -> Iterator[Figure]:

@@ -1,6 +1,6 @@
 """The child process of one arm: it loads one model, stock or streamed, and answers token streams with records.
 
-    python -m measure.worker '{"model": "m.gguf", "kind": "stock", "repack": false, "mmap": false, ...}'
+    python -m measure.worker '{"model": "m.gguf", "kind": "stock", "repack": false, "mmap": false, "streaming": {}, ...}'
 
 Started by `arms.Session`, which describes the arm as `arms.Arm`. Lines of JSON, one each:
 
@@ -55,9 +55,7 @@ def _load(arm: dict[str, Any]) -> llama_cpp.Llama:
         "verbose": False,
     }
     if arm["kind"] == "streamed":
-        options = moestream.ExpertStreaming(
-            **{name: arm[name] for name in ("cache", "kernels", "reader", "direct", "compute")}
-        )
+        options = moestream.ExpertStreaming(**arm["streaming"])
         return moestream.Llama(arm["model"], expert_streaming=options, **keywords)
     # llama_cpp.Llama has no keyword for repacking, and takes all that it does not set itself from the default parameters.
     parameters = llama_cpp.llama_model_default_params()
