@@ -15,16 +15,21 @@ from typing import Any
 from cffi import FFI
 
 from moestream._native import LIBRARY, MESSAGE_BYTES
+from moestream._native import ffi as moestream_ffi
 
-__all__ = ["PythonReader", "Store", "direct", "failure", "ffi", "interleaving", "lib", "opened", "reader", "store"]
+__all__ = [
+    *("PythonReader", "Store", "called", "direct", "failure", "ffi", "interleaving", "lib", "opened", "reader", "store"),
+    *("timeline_ffi", "timeline_lib"),
+]
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
 HEADERS = ("checksum.h", "layout.h", "source.h", "kernels.h", "policy.h", "reader.h", "rows.h", "store.h")
 
 
 def _declarations(header: str) -> str:
-    """The header as cffi reads it: numeric macros filled in, then without preprocessor lines and comments."""
+    """The header as cffi reads it: numeric macros filled in, then without preprocessor lines, comments and bodies."""
     header = re.sub(r"/\*.*?\*/", "", header, flags=re.DOTALL)
+    header = re.sub(r"^static inline .*?^\}$", "", header, flags=re.DOTALL | re.MULTILINE)
     numbers = dict(re.findall(r"^#define (\w+) (\d+)\s*$", header, re.MULTILINE))
     lines = "\n".join(line for line in header.splitlines() if not line.startswith("#"))
     for name, number in numbers.items():
@@ -35,6 +40,11 @@ def _declarations(header: str) -> str:
 ffi = FFI()
 ffi.cdef("\n".join(_declarations((CSRC / name).read_text()) for name in HEADERS))
 lib: Any = ffi.dlopen(str(LIBRARY))
+# The timeline is made of what moestream.h declares, of which the headers above have some too.
+timeline_ffi = FFI()
+timeline_ffi.include(moestream_ffi)
+timeline_ffi.cdef(_declarations((CSRC / "timeline.h").read_text()))
+timeline_lib: Any = timeline_ffi.dlopen(str(LIBRARY))
 
 
 class _Failure(AssertionError):
@@ -266,12 +276,13 @@ class Store:
 
 @contextlib.contextmanager
 def store(
-    source: Any, reader: Any, budget: int, *, interleaving: Any = ffi.NULL, verify: bool = False
+    source: Any, reader: Any, budget: int, *, interleaving: Any = ffi.NULL, verify: bool = False, policy: str = "lru"
 ) -> Iterator[Store]:
     """Slots of `budget` bytes, filled by a reader (`struct ms_reader`, or a `PythonReader`)."""
     out = ffi.new("struct ms_store **")
     pointer = reader.struct if isinstance(reader, PythonReader) else reader
-    options = {"budget_bytes": budget, "verify": verify, "wanted": ffi.NULL}
+    name = ffi.new("char[]", policy.encode())
+    options = {"budget_bytes": budget, "verify": verify, "wanted": ffi.NULL, "policy": name}
     called(lib.ms_slots_open, source, pointer, interleaving, ffi.new("struct ms_slots_options *", options)[0], out)
     faulthandler.dump_traceback_later(60, exit=True)  # a thread that waits in acquire for ever cannot be interrupted
     try:

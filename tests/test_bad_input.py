@@ -357,6 +357,10 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
         ({"reader": reader}, f"reader={reader!r}: expected one of 'auto', 'uring', 'pread', 'mmap'")
         for reader in ("io_uring", "Auto", "", None, 1)
     ),
+    *(
+        ({"policy": policy}, f"policy={policy!r}: expected one of 'lru', 'lfu', 'lrfu'")
+        for policy in ("belady", "LRU", "", None, True)
+    ),
     *(({"direct": direct}, f"direct={direct!r}: expected True, False or 'auto'") for direct in ("yes", 1, 0, None)),
     *(({"verify": verify}, f"verify={verify!r}: expected True or False") for verify in ("auto", 1, None)),
     (
@@ -366,6 +370,10 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     (
         {"reader": "mmap", "cache": "3GiB"},
         "reader='mmap' leaves caching to the kernel, so cache= would have no effect; leave it out or use another reader",
+    ),
+    (
+        {"reader": "mmap", "policy": "lru"},
+        "reader='mmap' leaves caching to the kernel, so policy= would have no effect; leave it out or use another reader",
     ),
 ]
 

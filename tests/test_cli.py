@@ -81,6 +81,7 @@ def test_help_fits_a_narrow_terminal(command: str) -> None:
         (["generate", "-p", "x", "-n", "many"], "argument -n/--n-predict/--predict: invalid int value: 'many'"),
         (["generate", "-p", "x", "-fa", "perhaps"], "-fa/--flash-attn: 'perhaps' is neither on nor off"),
         (["generate", "-p", "x", "--kernels", "fast"], "argument --kernels: invalid choice: 'fast'"),
+        (["generate", "-p", "x", "--policy", "belady"], "argument --policy: invalid choice: 'belady'"),
         (["generate", "-p", "x", "-ctk", "q3_k"], "argument -ctk/--cache-type-k: invalid choice: 'q3_k'"),
         (["inspect", "a", "b"], "moestream inspect: error: unrecognized arguments: b"),
     ],
@@ -102,7 +103,7 @@ def test_options_are_the_parameters_of_the_public_function(command: str) -> None
     for name in ("command", "parser", "verbose", "json", "layers"):
         options.pop(name, None)
     parameters = inspect.signature(getattr(module, command)).parameters
-    callbacks = {"on_ready", "on_text", "load_progress", "prompt_progress", "should_stop"}
+    callbacks = {"on_ready", "on_text", "load_progress", "prompt_progress", "should_stop", "watch"}
     assert set(options) == set(parameters) - callbacks
     for name in set(options) - {"prompt"}:
         assert options[name] == parameters[name].default, name

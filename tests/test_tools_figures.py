@@ -16,7 +16,7 @@ import pytest
 import moestream
 from factory import make
 from isolation import isolated
-from measure import compiler, compute, disk
+from measure import compiler, compute, disk, quality
 from measure.arms import Arm, Session, random_prompt
 from measure.bandwidth import MemoryReader
 from measure.competitor import Competitor
@@ -140,6 +140,13 @@ def test_a_child_tells_what_openmp_is_told(tmp_path: Path) -> None:
         assert session.openmp["GOMP_SPINCOUNT"] == "7"
 
 
+def test_options_of_an_arm_that_are_none_are_left_at_their_defaults(tmp_path: Path) -> None:
+    path = make(tmp_path, "qwen3moe")
+    assert set(Arm(path, "streamed").streaming) == {"cache", "kernels", "reader", "direct", "compute"}
+    with Session(Arm(path, "streamed", cache=whole(path), experts_used=1, threads=1)) as session:
+        assert session.feed([3, 4]).misses[0] == moestream.describe(path).layers
+
+
 def test_a_feed_goes_on_where_the_last_ended(tmp_path: Path) -> None:
     path = make(tmp_path, "qwen3moe")
     with Session(Arm(path, "streamed", cache=whole(path), kernels="plain", threads=1)) as session:
@@ -215,15 +222,18 @@ def test_the_experts_a_prompt_uses_are_those_it_misses_with_room_for_all(tmp_pat
     assert 0 < len(slices) // 3 == feed.experts["misses"] < 4 * 64
 
 
-def test_the_divergence_of_the_same_is_nothing_and_of_others_is_that_of_kullback_and_leibler(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    exact = np.log(np.array([[0.5, 0.25, 0.25], [0.2, 0.3, 0.5]])).astype(np.float32)
-    fast = np.log(np.array([[0.25, 0.25, 0.5], [0.2, 0.3, 0.5]])).astype(np.float32) + np.float32([[3], [0]])
-    monkeypatch.setattr(compute, "_logits", lambda path, windows, how: exact if how == "exact" else fast)
-    divergences, changed = compute._divergences(Path("none"), np.zeros((1, 2), np.int64))
-    assert divergences == pytest.approx([0.5 * np.log(2) - 0.25 * np.log(2), 0], abs=1e-6)
-    assert changed == 0.5
+def test_two_ways_to_stream_are_compared_on_one_text_with_what_each_asked_for(tmp_path: Path) -> None:
+    path = make(tmp_path, "qwen3moe")
+    description = moestream.describe(path)
+    texts = np.array([random_prompt(tokens=25, vocabulary=320, seed=seed) for seed in (1, 2)])
+    ways = [
+        moestream.ExpertStreaming(kernels="plain", cache=cache)
+        for cache in (description.maximum_cache_bytes, description.minimum_cache_bytes)
+    ]
+    found = quality.compared(path, *ways, texts)
+    assert (found.report.tokens, found.report.kl_largest, found.report.changed) == (48, 0, 0)
+    assert found.reference.tokens == found.variant.tokens == 48
+    assert found.reference.misses <= description.layers * 8 < found.variant.misses
 
 
 def test_a_cache_that_still_misses_the_second_time_gives_no_figure(

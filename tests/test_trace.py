@@ -41,6 +41,7 @@ from moestream import (
     describe,
     record_routing,
     routing_statistics,
+    simulate,
 )
 
 PYTHON = [sys.executable, "-W", "error", "-W", "ignore::ResourceWarning", "-m", "moestream"]
@@ -231,9 +232,10 @@ def test_a_trace_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypat
 
 
 @contextlib.contextmanager
-def loaded(path: Path, cache: int | None = None, **options: Any) -> Iterator[Llama]:
+def loaded(path: Path, cache: int | None = None, *, policy: str = "lru", **options: Any) -> Iterator[Llama]:
     """Plain kernels and the smallest cache, or a given one."""
-    streaming = ExpertStreaming(kernels="plain", reader="pread", cache=cache or describe(path).minimum_cache_bytes)
+    cache = cache or describe(path).minimum_cache_bytes
+    streaming = ExpertStreaming(kernels="plain", reader="pread", cache=cache, policy=policy)
     options = {"n_ctx": 128, "n_threads": 1, "n_threads_batch": 1, "verbose": False, **options}
     with contextlib.closing(Llama(str(path), expert_streaming=streaming, **options)) as llm:
         yield llm
@@ -286,6 +288,24 @@ def test_a_trace_is_what_the_engine_used_whatever_the_batch_and_the_cache(arch: 
         total = 1.5 if arch == "afmoe" else 1.0
         assert np.allclose(decoded.weights.astype(float).sum(axis=2), total, atol=2e-3)
         assert decoded.weights.std() > 0.02 or arch == "smallthinker"  # whose sharp sigmoids all say 1 here
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5])
+@pytest.mark.parametrize("policy", ["lru", "lfu", "lrfu"])
+def test_the_simulator_finds_what_the_engine_finds_by_every_policy(policy: str, share: float, folder: Path) -> None:
+    path = make(folder, experts=32, topk=4)
+    with loaded(path, round(describe(path).maximum_cache_bytes * share), policy=policy, logits_all=True) as llm:
+        trace = record_routing(llm, [LONG * 2, SHORT * 3], tokens_at_once=1)
+        stats = llm.expert_stats()
+        llm.eval(LONG)
+        bits = llm.scores[: llm.n_tokens].tobytes()
+    assert stats.policy == policy
+    simulated = simulate(trace, cache=stats.slots_total, policy=["lru", "lfu", "lrfu"]).runs
+    assert {run.policy: run.hits for run in simulated}[policy] == stats.hits
+    assert len({run.hits for run in simulated}) == 3, "the policies differ here"
+    with loaded(path, describe(path).maximum_cache_bytes, logits_all=True) as llm:
+        llm.eval(LONG)
+        assert llm.scores[: llm.n_tokens].tobytes() == bits
 
 
 @pytest.mark.parametrize("gating", ["sigmoid", "softmax"])
@@ -595,7 +615,7 @@ def test_alone_it_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert out.startswith("usage: moestream trace") and "record" in out and "show" in out
 
 
-@pytest.mark.parametrize("command", ["record", "show"])
+@pytest.mark.parametrize("command", ["record", "show", "synthesise"])
 def test_help_fits_a_narrow_terminal(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
