@@ -269,16 +269,16 @@ static enum ggml_status compute_nodes(struct ms_experts *experts, struct ggml_cg
 /* ------------------------------------------------------------ nodes that are not products */
 
 /* The order of experts that weights will be taken by, if the node is one and its layer is known. */
-static int layer_of_order(const struct ms_experts *experts, const struct ggml_tensor *node) {
-    const struct ggml_tensor *weight = node->op == GGML_OP_ARGSORT || node->op == GGML_OP_TOP_K ? ms_router_of_order(node) : NULL;
+static int layer_of_order(const struct ms_experts *experts, const struct ggml_tensor *node, enum ms_scores *scores) {
+    const struct ggml_tensor *weight = ms_router_of_order(node, scores);
     const struct ms_expert_tensor *tensor = weight ? experts->hook_lookup(weight) : NULL;
     return tensor ? tensor->layer : -1;
 }
 
-static void edit_choice(struct ms_experts *experts, const struct ms_experts_model *model, int layer, struct ggml_tensor *order) {
+static void edit_choice(struct ms_experts *experts, const struct ms_experts_model *model, int layer, enum ms_scores scores, struct ggml_tensor *order) {
     int n = model->source->n_experts_used;
     arrive(experts, model, (struct step){STEP_ROUTER, layer}, (int)order->ne[1]);
-    ms_routing_edit(model->routing, model->store, layer, order->src[0], ms_routers_by_logits(model->prerouter->routers, layer), order, n < order->ne[0] ? n : (int)order->ne[0]);
+    ms_routing_edit(model->routing, model->store, layer, order->src[0], scores, order, n < order->ne[0] ? n : (int)order->ne[0]);
 }
 
 /* Tells who guesses of the state before attention, where the node is the norm of it. */
@@ -307,12 +307,13 @@ static enum ggml_status compute_others(struct ms_experts *experts, const struct 
             router = step;
             router_tokens = (int)ggml_graph_node(graph, i)->ne[1];
         }
-        int layer = edits ? layer_of_order(experts, ggml_graph_node(graph, i)) : -1;
+        enum ms_scores scores;
+        int layer = edits ? layer_of_order(experts, ggml_graph_node(graph, i), &scores) : -1;
         if (layer < 0 && step.kind != STEP_NORM && i + 1 < end) continue;
         enum ggml_status status = compute_nodes(experts, graph, first, i + 1, &spent);
         if (status != GGML_STATUS_SUCCESS) return status;
         first = i + 1;
-        if (layer >= 0) edit_choice(experts, model, layer, ggml_graph_node(graph, i));
+        if (layer >= 0) edit_choice(experts, model, layer, scores, ggml_graph_node(graph, i));
         if (step.kind == STEP_NORM) tell_state(experts, model, ggml_graph_node(graph, i));
     }
     if (router.kind == STEP_NONE) {

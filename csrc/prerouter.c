@@ -12,6 +12,8 @@
 #define FIRST_CONFIDENCE 0.5f /* of a rank that was never tried */
 #define LEARNING 0.02f   /* weight of one observation */
 #define NEARBY_TOKENS 8
+#define LEAST_MISSES 0.5 /* a token: with fewer there is less to win than predicting costs */
+#define MISSES_WEIGHT 0.2
 #define MADE_UP_SEED 0x9E3779B97F4A7C15ull
 
 struct prediction {
@@ -37,9 +39,10 @@ struct ms_prerouter {
     struct ms_router_scratch scratch;
     struct ms_trial trial;
     uint64_t random;
-    /* for the depth */
+    /* of the tokens so far */
     struct ms_store_counters seen;
     int depth;
+    double misses; /* a token, lately */
 };
 
 struct ms_prerouter *ms_prerouter_new(void) {
@@ -48,6 +51,7 @@ struct ms_prerouter *ms_prerouter_new(void) {
     ms_trial_begin(&prerouter->trial);
     prerouter->random = MADE_UP_SEED;
     prerouter->depth = 1;
+    prerouter->misses = 2 * LEAST_MISSES;
     for (int held = 0; held < 2; held++)
         for (int d = 0; d < MS_DEPTHS; d++)
             for (int r = 0; r < MOST_RANKS; r++) prerouter->confidence[held][d][r] = FIRST_CONFIDENCE;
@@ -140,6 +144,11 @@ static void tell_guess(struct ms_prerouter *prerouter, struct ms_prerouter_model
 
 static bool guesses(const struct ms_prerouter *prerouter, const struct ms_prerouter_model *model) { return !model->automatic || prerouter->trial.on; }
 
+/* Is enough missed that predicting can pay? Asked for measuring, it is done in any case. */
+static bool predicts(const struct ms_prerouter *prerouter, const struct ms_prerouter_model *model) {
+    return model->predictors && (!model->automatic || prerouter->misses >= LEAST_MISSES);
+}
+
 static int n_used(const struct ms_prerouter_model *model, int layer) {
     int k = model->source->n_experts_used, n = model->source->layers[layer].n_experts;
     return k < n ? k : n;
@@ -190,7 +199,7 @@ static void make_up(struct ms_prerouter *prerouter, const struct ms_prerouter_mo
         bool found = (double)(next_random(prerouter) >> 11) / (double)(1ull << 53) < 1 - (1 - model->recall[depth]) * (2 * i + 1) / n_row;
         int32_t expert = row[i];
         for (int tries = 0; tries < 64 && (!found || contains(prediction->experts, prediction->n, expert)); tries++) {
-            const int32_t *nearby = ms_routing_row(model->routing, l, 1 + (int)(next_random(prerouter) % NEARBY_TOKENS), &n);
+            const int32_t *nearby = ms_routing_row(model->routing, l, (int)(next_random(prerouter) % (2 * NEARBY_TOKENS + 1)) - NEARBY_TOKENS, &n);
             expert = tries < 32 ? nearby[next_random(prerouter) % (uint64_t)n] : (int32_t)(next_random(prerouter) % (uint64_t)n_experts);
             found = !contains(row, n_row, expert);
         }
@@ -260,7 +269,7 @@ static bool was_predicted(const struct layer *layer) {
 }
 
 void ms_prerouter_before_attention(struct ms_prerouter *prerouter, struct ms_prerouter_model *model, int layer, const struct ggml_tensor *state) {
-    if (!model->predictors || state->ne[1] > MOST_TOKENS || state->type != GGML_TYPE_F32) return;
+    if (!predicts(prerouter, model) || state->ne[1] > MOST_TOKENS || state->type != GGML_TYPE_F32) return;
     struct layer *of = layer_of(prerouter, model, layer);
     if (!of) return;
     int64_t begin = ms_now_ns();
@@ -293,7 +302,7 @@ static void remember(struct ms_prerouter *prerouter, struct ms_prerouter_model *
 }
 
 void ms_prerouter_chosen(struct ms_prerouter *prerouter, struct ms_prerouter_model *model, int layer, const struct ggml_tensor *ids) {
-    if (!model->predictors || ids->ne[1] > MOST_TOKENS || !layer_of(prerouter, model, layer)) return;
+    if (!predicts(prerouter, model) || ids->ne[1] > MOST_TOKENS || !layer_of(prerouter, model, layer)) return;
     int64_t begin = ms_now_ns();
     remember(prerouter, model, layer, ids);
     if (model->predictors & MS_PREDICT_ORACLE) foresee(model, layer);
@@ -314,8 +323,9 @@ static int depth_for(const struct ms_store_counters *before, const struct ms_sto
 }
 
 void ms_prerouter_token(struct ms_prerouter *prerouter, struct ms_prerouter_model *model, int64_t duration_ns, int64_t wait_ns) {
-    if (!(model->predictors & ~(unsigned)(MS_PREDICT_ROUTER | MS_PREDICT_ORACLE))) return;
+    if (!model->predictors) return;
     struct ms_store_counters now = model->store->counters(model->store);
+    prerouter->misses += MISSES_WEIGHT * ((double)(now.misses - prerouter->seen.misses) - prerouter->misses);
     prerouter->depth = depth_for(&prerouter->seen, &now, duration_ns, model->source->n_layers);
     prerouter->seen = now;
     model->depth = prerouter->depth;

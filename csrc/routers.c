@@ -157,12 +157,12 @@ enum ms_router_input ms_routers_input(const struct ms_routers *routers, int laye
     return __atomic_load_n(&router->known, __ATOMIC_ACQUIRE) ? router->input : MS_ROUTER_UNKNOWN;
 }
 
-bool ms_routers_by_logits(const struct ms_routers *routers, int layer) { return routers->routers[layer].gate == GATE_NONE; }
-
-const struct ggml_tensor *ms_router_of_order(const struct ggml_tensor *order) {
+const struct ggml_tensor *ms_router_of_order(const struct ggml_tensor *order, enum ms_scores *scores) {
     struct router router = {0};
     if (order->op != GGML_OP_ARGSORT && order->op != GGML_OP_TOP_K) return NULL;
     const struct ggml_tensor *product = read_scores(&router, order->src[0]);
+    bool plain = !router.selection_bias && !router.n_groups;
+    *scores = router.gate == GATE_NONE ? MS_SCORES_LOGITS : router.gate == GATE_SIGMOID && plain ? MS_SCORES_SIGMOIDS : MS_SCORES_SHARES;
     return product && order->src[0]->ne[0] == product->src[0]->ne[1] ? product->src[0] : NULL;
 }
 

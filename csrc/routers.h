@@ -29,8 +29,6 @@ void ms_routers_free(struct ms_routers *routers);
  * layer's attention, or NULL. Cheap once the layer is known. */
 void ms_routers_learn(struct ms_routers *routers, int layer, const struct ggml_tensor *ids, const struct ggml_tensor *state);
 enum ms_router_input ms_routers_input(const struct ms_routers *routers, int layer);
-/* The layer chooses by logits themselves, which may be negative, and not by what a softmax or sigmoid makes of them. */
-bool ms_routers_by_logits(const struct ms_routers *routers, int layer);
 
 /* What a thread needs to ask; for layers of up to n_experts experts and width columns. */
 struct ms_router_scratch {
@@ -48,8 +46,15 @@ void ms_router_scratch_free(struct ms_router_scratch *scratch);
  * multiplied with weights of 8 bits. Returns how many, less than n if there are no more; 0: the layer is not known. */
 int ms_routers_choose(struct ms_routers *routers, int layer, const float *state, int n, int32_t *experts, struct ms_router_scratch *scratch);
 
+/* What experts are put in order by. */
+enum ms_scores {
+    MS_SCORES_LOGITS,
+    MS_SCORES_SHARES,  /* of a softmax, or what a bias or groups made of any */
+    MS_SCORES_SIGMOIDS,
+};
+
 /* The router's weight that an order of experts (a node ARGSORT or TOP_K) comes from; NULL if it is no such node. */
-const struct ggml_tensor *ms_router_of_order(const struct ggml_tensor *order);
+const struct ggml_tensor *ms_router_of_order(const struct ggml_tensor *order, enum ms_scores *scores);
 /* The state that a choice was made from, before it was normalised; NULL: not understood, or the router reads no norm. */
 const struct ggml_tensor *ms_router_state(const struct ggml_tensor *ids);
 

@@ -1,6 +1,7 @@
 #include "routing.h"
 
 #include <errno.h>
+#include <float.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -66,7 +67,8 @@ void ms_routing_enter(struct ms_routing *routing, bool new_batch, int n_tokens) 
 
 const int32_t *ms_routing_row(const struct ms_routing *routing, int layer, int t, int *n_choices) {
     *n_choices = routing->n_choices;
-    size_t token = (size_t)((routing->position + t) % routing->n_tokens);
+    int at = (routing->position + t) % routing->n_tokens;
+    size_t token = (size_t)(at < 0 ? at + routing->n_tokens : at);
     return routing->table + (token * (size_t)routing->n_layers + (size_t)layer) * (size_t)routing->n_choices;
 }
 
@@ -90,35 +92,48 @@ static int32_t best(const float *scores, int n_experts, const bool *held, bool m
 
 static int by_falling_score(const float *scores, int32_t a, int32_t b) { return scores[a] != scores[b] ? (scores[a] < scores[b] ? 1 : -1) : (a > b) - (a < b); }
 
-static uint64_t prefer_held(const float *scores, int n_experts, const bool *held, float margin, bool by_logits, int32_t *chosen, int n) {
-    float last = scores[chosen[n - 1]];
-    float below = by_logits ? -log1pf(-margin) : last > 0 ? margin * last : 0, above = by_logits ? below : last > 0 ? last / (1 - margin) - last : 0;
-    int32_t taken[n];
-    int n_taken = 0;
-    while (n_taken < n && scores[chosen[n_taken]] > last + above) { /* sorted: these are the first */
-        taken[n_taken] = chosen[n_taken];
-        n_taken++;
+/* To where odds are compared by subtraction. */
+static void take_logarithms(float *scores, int n, enum ms_scores kind) {
+    for (int e = 0; e < n && kind != MS_SCORES_LOGITS; e++) {
+        float share = fmaxf(scores[e], FLT_MIN);
+        scores[e] = logf(share) - (kind == MS_SCORES_SIGMOIDS ? logf(fmaxf(1 - share, FLT_EPSILON)) : 0);
     }
+}
+
+static void sort_by_score(const float *scores, int32_t *chosen, int n) {
+    for (int i = 1; i < n; i++)
+        for (int j = i; j > 0 && by_falling_score(scores, chosen[j - 1], chosen[j]) > 0; j--) {
+            int32_t t = chosen[j];
+            chosen[j] = chosen[j - 1];
+            chosen[j - 1] = t;
+        }
+}
+
+/* Changes `chosen`, in any order, and returns how many were replaced; nothing where none is. */
+static uint64_t prefer_held(const float *scores, int n_experts, const bool *held, float margin, int32_t *chosen, int n) {
+    int32_t taken[n];
+    memcpy(taken, chosen, (size_t)n * sizeof *taken);
+    sort_by_score(scores, taken, n);
+    float last = scores[taken[n - 1]], margin_odds = -log1pf(-margin);
+    int n_taken = 0;
+    while (n_taken < n && scores[taken[n_taken]] > last + margin_odds) n_taken++; /* sorted: the sure ones are first */
     for (int pass = 0; pass < 2; pass++)
         while (n_taken < n) {
-            int32_t e = best(scores, n_experts, held, pass == 0, last - below, last + above, taken, n_taken);
+            int32_t e = best(scores, n_experts, held, pass == 0, last - margin_odds, last + margin_odds, taken, n_taken);
             if (e < 0) break;
             taken[n_taken++] = e;
         }
     if (n_taken < n) return 0; /* scores that are no numbers */
     uint64_t replaced = 0;
     for (int i = 0; i < n; i++) replaced += !contains(chosen, n, taken[i]);
-    for (int i = 1; i < n; i++)
-        for (int j = i; j > 0 && by_falling_score(scores, taken[j - 1], taken[j]) > 0; j--) {
-            int32_t t = taken[j];
-            taken[j] = taken[j - 1];
-            taken[j - 1] = t;
-        }
-    if (replaced) memcpy(chosen, taken, (size_t)n * sizeof *taken);
+    if (replaced) {
+        sort_by_score(scores, taken, n);
+        memcpy(chosen, taken, (size_t)n * sizeof *taken);
+    }
     return replaced;
 }
 
-void ms_routing_edit(struct ms_routing *routing, struct ms_store *store, int layer, const struct ggml_tensor *scores, bool by_logits, struct ggml_tensor *order, int n) {
+void ms_routing_edit(struct ms_routing *routing, struct ms_store *store, int layer, const struct ggml_tensor *scores, enum ms_scores kind, struct ggml_tensor *order, int n) {
     int64_t tokens = order->ne[1];
     int n_experts = (int)scores->ne[0];
     if (routing->table) {
@@ -131,9 +146,11 @@ void ms_routing_edit(struct ms_routing *routing, struct ms_store *store, int lay
     }
     if (routing->margin <= 0 || tokens > MOST_TOKENS || n >= n_experts) return;
     bool held[n_experts];
+    float row[n_experts];
     store->holds(store, layer, n_experts, held);
     for (int64_t t = 0; t < tokens; t++) {
-        const float *row = (const float *)((const char *)scores->data + t * (int64_t)scores->nb[1]);
-        __atomic_fetch_add(&routing->replaced, prefer_held(row, n_experts, held, routing->margin, by_logits, order_row(order, t), n), __ATOMIC_RELAXED);
+        memcpy(row, (const char *)scores->data + t * (int64_t)scores->nb[1], (size_t)n_experts * sizeof *row);
+        take_logarithms(row, n_experts, kind);
+        __atomic_fetch_add(&routing->replaced, prefer_held(row, n_experts, held, routing->margin, order_row(order, t), n), __ATOMIC_RELAXED);
     }
 }

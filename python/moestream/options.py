@@ -59,7 +59,7 @@ class ExpertStreaming:
             lookahead guesses where a trial on this machine says that it pays.
             ``"off"``: none. Results never depend on it.
         cache_aware: Changes results. An expert in memory is chosen in place of one
-            that is not, if its score is at least ``1 - cache_aware`` of that of
+            that is not, if its odds are at least ``1 - cache_aware`` of those of
             the last one chosen; in decode and small batches. 0 is off.
         replay: Changes results, and is for measuring: the routers follow this
             routing trace, over and over, because those of random weights choose

@@ -109,6 +109,9 @@ def _facts(generation: Generation) -> Iterator[tuple[str, str]]:
         access = "direct I/O" if stats.direct else "through the page cache"
         speed = f" at {format_size(stats.read_bandwidth)}/s" if stats.bytes_read else ""
         yield "reading", f"{stats.reader}, {access}; {format_size(stats.bytes_read)} read{speed}"
+        if stats.guessed:
+            outcomes = f"{stats.useful} there in time, {stats.late} on their way, {stats.wasted} in vain"
+            yield "ahead", f"{stats.guessed} experts asked for before they were wanted: {outcomes}"
         yield "compute", f"{stats.kernels} kernels, {threads}"
         if generation.decode_stats is not None and generation.decode_stats.tokens:
             yield "token", _parts(generation.decode_stats)
