@@ -49,6 +49,7 @@ STREAMING = (
     "cache_aware",
     "experts_used",
     "replay",
+    "replay_recall",
 )
 
 
@@ -68,7 +69,7 @@ class Arm:
     """One way to run a model.
 
     A stock arm is llama_cpp.Llama, with or without repacked weights, read into memory or mapped. A streamed arm is
-    moestream.Llama with the options of ExpertStreaming from `cache` (bytes) to `replay`; None leaves one at its default. Context,
+    moestream.Llama with the options of ExpertStreaming from `cache` (bytes) to `replay_recall`; None leaves one at its default. Context,
     batch and threads are the same for both.
     """
 
@@ -86,6 +87,7 @@ class Arm:
     cache_aware: float | None = None
     experts_used: int | None = None
     replay: Path | None = None
+    replay_recall: tuple[float, ...] | None = None
     n_ctx: int = 512
     n_batch: int = 512
     threads: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
@@ -191,13 +193,18 @@ class Session:
         at_once: bool = False,
         after_last: bool = False,
         seconds: float | None = None,
+        prefetch: str | None = None,
+        read_rate: float | None = None,
+        recorded: bool = False,
         timeout_s: float = 900,
     ) -> Feed:
         """Evaluate tokens, one by one, or `at_once` as a prompt; from an empty context, or `after_last` behind the last feed's.
 
-        `seconds` ends it after the token running then.
+        `seconds` ends it after the token running then. `prefetch` is the option of that name from now on, `read_rate` the
+        bytes per second of the disk (0: as it is), for a streamed model; None leaves them. `recorded`: while a timeline is.
         """
         request = {"tokens": tokens, "at_once": at_once, "after_last": after_last, "seconds": seconds}
+        request |= {"prefetch": prefetch, "read_rate": read_rate, "recorded": recorded}
         # If it has died since, the answer that does not come says why.
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(request).encode() + b"\n")

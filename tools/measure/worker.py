@@ -5,7 +5,7 @@
 Started by `arms.Session`, which describes the arm as `arms.Arm`. Lines of JSON, one each:
 
     out  the record of the load                                  once
-    in   {"tokens": [...], "at_once": false, "after_last": false, "seconds": null}
+    in   {"tokens": [...], "at_once": false, "after_last": false, "seconds": null, ...}: as Session.feed has them
                                                                  as often as wanted; the end of input ends the process
     out  the record of that feed
 
@@ -15,6 +15,7 @@ but for the class they call, so what differs in their records is what streams th
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import json
@@ -65,7 +66,16 @@ def _load(arm: dict[str, Any]) -> llama_cpp.Llama:
 
 
 def _feed(
-    llm: llama_cpp.Llama, *, streamed: bool, tokens: list[int], at_once: bool, after_last: bool, seconds: float | None
+    llm: llama_cpp.Llama,
+    *,
+    streamed: bool,
+    tokens: list[int],
+    at_once: bool,
+    after_last: bool,
+    seconds: float | None,
+    prefetch: str | None,
+    read_rate: float | None,
+    recorded: bool,
 ) -> dict[str, Any]:
     """Evaluate the tokens one by one, or as one prompt, for `seconds` at most.
 
@@ -74,6 +84,13 @@ def _feed(
     """
     if not after_last:
         llm.reset()
+    if prefetch is not None:
+        llm._engine.set_prefetch(prefetch)
+    if read_rate is not None:
+        llm._engine.set_read_rate(read_rate)
+    recording = contextlib.ExitStack()
+    if recorded:
+        recording.enter_context(llm.record_timeline())
     before = last = llm.expert_stats() if streamed else None
     token_s: list[float] = []
     logits_crc: list[int] = []
@@ -89,6 +106,7 @@ def _feed(
             last = now
         if seconds is not None and sum(token_s) >= seconds:
             break
+    recording.close()
     record = {"token_s": token_s, "logits_crc": logits_crc, "misses": misses, **_memory()}
     if streamed:
         # reader and direct come from the statistics rather than the options: "auto" has become something by now.
