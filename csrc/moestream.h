@@ -135,7 +135,7 @@ typedef struct ms_stats {
     uint64_t wasted_bytes;
     uint64_t replaced; /* choices that cache_aware changed */
     int64_t predict_ns; /* spent on predicting */
-    int depth;          /* layers ahead that are guessed now */
+    int depth;          /* layers ahead that are guessed now, at most 7 */
     int verdict;        /* of the last trial of guessing: 1 it pays, -1 it does not, 0 there was none */
     int64_t trial_without_ns; /* the median token of that trial */
     int64_t trial_with_ns;
@@ -200,13 +200,13 @@ typedef struct ms_predictions {
     uint64_t absent_right[16]; /* of these, chosen */
 } ms_predictions;
 
-/* depth -1: the model's own router before attention; 0: lookahead at the same point; 1 to 3: so many layers before. */
+/* depth -1: the model's own router before attention; 0: lookahead at the same point; 1 to 7: so many layers before. */
 ms_predictions ms_engine_predictions(ms_engine *engine, int depth);
 /* Layers whose router is understood, after the first evaluation; *reads_state: all of them choose before attention. */
 int ms_engine_layers_known(ms_engine *engine, bool *reads_state);
 
 /* Makes the model's routers follow a table [n_tokens][n_layers][n_choices], over and over: for measuring, where the
- * weights are random. Before the first token. recall[4]: how many of the true experts a lookahead finds, by depth, since
+ * weights are random. Before the first token. recall[8]: how many of the true experts a lookahead finds, by depth, since
  * there is no state to look at. -EINVAL: not of this model's shape; -ENOMEM. */
 int ms_engine_replay(ms_engine *engine, const int32_t *experts, int n_tokens, int n_layers, int n_choices, const float *recall, char *err, size_t errlen);
 /* The share of zeros behind the activation of a layer; -1 where it gives none, or before the first token. */

@@ -8,7 +8,9 @@
 
 #define MOST_TOKENS 8    /* of a batch whose experts are worth guessing */
 #define MOST_RANKS 48    /* experts predicted for a layer */
-#define LEAST_CONFIDENCE 0.55f
+/* Of an expert that is worth reading: more, the more of the time the disk is wanted for what is not guessed. */
+#define LEAST_CONFIDENCE 0.25f
+#define CONFIDENCE_OF_USE 0.35f
 #define FIRST_CONFIDENCE 0.5f /* of a rank that was never tried */
 #define LEARNING 0.02f   /* weight of one observation */
 #define NEARBY_TOKENS 8
@@ -43,6 +45,8 @@ struct ms_prerouter {
     struct ms_store_counters seen;
     int depth;
     double misses; /* a token, lately */
+    double expert_ns; /* to read one */
+    float threshold;
 };
 
 struct ms_prerouter *ms_prerouter_new(void) {
@@ -52,6 +56,7 @@ struct ms_prerouter *ms_prerouter_new(void) {
     prerouter->random = MADE_UP_SEED;
     prerouter->depth = 1;
     prerouter->misses = 2 * LEAST_MISSES;
+    prerouter->threshold = LEAST_CONFIDENCE + CONFIDENCE_OF_USE;
     for (int held = 0; held < 2; held++)
         for (int d = 0; d < MS_DEPTHS; d++)
             for (int r = 0; r < MOST_RANKS; r++) prerouter->confidence[held][d][r] = FIRST_CONFIDENCE;
@@ -135,7 +140,7 @@ static void tell_guess(struct ms_prerouter *prerouter, struct ms_prerouter_model
     for (int r = 0; r < prediction->n; r++) {
         prediction->held[r] = prerouter->held[prediction->experts[r]];
         float confidence = prerouter->confidence[prediction->held[r]][depth][r];
-        if (confidence < LEAST_CONFIDENCE) continue;
+        if (confidence < prerouter->threshold) continue;
         experts[n] = prediction->experts[r];
         confidences[n++] = confidence < 1 ? confidence : 0.999f;
     }
@@ -171,7 +176,7 @@ static void know(struct ms_prerouter *prerouter, struct ms_prerouter_model *mode
     known->n = 0;
     for (int64_t t = 0; t < state->ne[1]; t++) {
         int32_t chosen[MOST_RANKS];
-        int n = k <= MOST_RANKS ? ms_routers_choose(model->routers, l, state_of(state, t), k, chosen, &prerouter->scratch) : 0;
+        int n = k <= MOST_RANKS ? ms_routers_choose(model->routers, l, state_of(state, t), true, k, chosen, &prerouter->scratch) : 0;
         const int32_t *replayed = chosen;
         if (n && ms_routing_replays(model->routing)) replayed = ms_routing_row(model->routing, l, (int)t, &n);
         for (int i = 0; i < n && known->n < MOST_RANKS; i++)
@@ -209,7 +214,7 @@ static void make_up(struct ms_prerouter *prerouter, const struct ms_prerouter_mo
 
 static void look_ahead(struct ms_prerouter *prerouter, struct ms_prerouter_model *model, int l, int depth, const struct ggml_tensor *state) {
     struct prediction *prediction = &layer_of(prerouter, model, l)->ahead[depth];
-    prediction->n = ms_routers_choose(model->routers, l, state_of(state, 0), n_candidates(model, l), prediction->experts, &prerouter->scratch);
+    prediction->n = ms_routers_choose(model->routers, l, state_of(state, 0), false, n_candidates(model, l), prediction->experts, &prerouter->scratch);
     if (prediction->n && ms_routing_replays(model->routing)) make_up(prerouter, model, l, depth, prediction);
     if (prediction->n) tell_guess(prerouter, model, l, depth);
 }
@@ -252,9 +257,11 @@ static int following(const struct ms_prerouter_model *model, int layer) {
     return next;
 }
 
-/* All that is guessed of the layers after `layer`; state: or NULL. */
+/* What is guessed of the layers after `layer`: of the next, and of the furthest, which was not guessed before; those
+ * between were when they were the furthest. state: or NULL. */
 static void guess_following(struct ms_prerouter *prerouter, struct ms_prerouter_model *model, int layer, const struct ggml_tensor *state, enum ms_router_input reads) {
     for (int depth = 1, l = following(model, layer); depth <= prerouter->depth && l < model->source->n_layers; depth++, l = following(model, l)) {
+        if (depth > 1 && depth < prerouter->depth && prerouter->layers[l].ahead[depth + 1].n) continue;
         if (model->predictors & MS_PREDICT_RANDOM) guess_randomly(prerouter, model, l, depth);
         if (model->predictors & MS_PREDICT_REPEAT) repeat(prerouter, model, l, depth);
         if ((model->predictors & MS_PREDICT_LOOKAHEAD) && state && ms_routers_input(model->routers, l) == reads) look_ahead(prerouter, model, l, depth, state);
@@ -312,21 +319,26 @@ void ms_prerouter_chosen(struct ms_prerouter *prerouter, struct ms_prerouter_mod
     __atomic_fetch_add(&model->predict_ns, ms_now_ns() - begin, __ATOMIC_RELAXED);
 }
 
-/* So many layers ahead that one expert can be read in time, and all that a layer misses. */
-static int depth_for(const struct ms_store_counters *before, const struct ms_store_counters *now, int64_t duration_ns, int n_layers) {
-    double reading_ns = (double)(now->busy_ns - before->busy_ns), layer_ns = (double)duration_ns / n_layers;
-    uint64_t n_read = now->misses - before->misses;
-    double expert_ns = n_read ? reading_ns / (double)n_read : 0, longest_ns = expert_ns > reading_ns / n_layers ? expert_ns : reading_ns / n_layers;
-    if (layer_ns <= 0) return 1;
-    int depth = 1 + (int)(longest_ns / layer_ns + 0.5);
-    return depth < MS_DEPTHS ? depth : MS_DEPTHS - 1;
+/* From what the last token took: guesses are made so many layers ahead that an expert can be read in time. */
+static void learn_times(struct ms_prerouter *prerouter, const struct ms_prerouter_model *model, const struct ms_store_counters *now, int64_t duration_ns, int64_t wait_ns) {
+    const struct ms_store_counters *before = &prerouter->seen;
+    double misses = (double)(now->misses - before->misses), read_bytes = (double)(now->bytes_read - before->bytes_read);
+    prerouter->misses += MISSES_WEIGHT * (misses - prerouter->misses);
+    if (read_bytes > 0) {
+        double expert_ns = (double)(now->busy_ns - before->busy_ns) * (double)now->slot_bytes / read_bytes;
+        prerouter->expert_ns += prerouter->expert_ns > 0 ? MISSES_WEIGHT * (expert_ns - prerouter->expert_ns) : expert_ns;
+    }
+    double layer_ns = (double)(duration_ns - wait_ns) / model->source->n_layers;
+    int depth = layer_ns > 0 ? 1 + (int)(prerouter->expert_ns / layer_ns + 0.5) : 1;
+    prerouter->depth = depth < MS_DEPTHS ? depth : MS_DEPTHS - 1;
+    double use = duration_ns > 0 ? prerouter->misses * prerouter->expert_ns / (double)duration_ns : 1;
+    prerouter->threshold = LEAST_CONFIDENCE + CONFIDENCE_OF_USE * (float)(use < 1 ? use : 1);
 }
 
 void ms_prerouter_token(struct ms_prerouter *prerouter, struct ms_prerouter_model *model, int64_t duration_ns, int64_t wait_ns) {
     if (!model->predictors) return;
     struct ms_store_counters now = model->store->counters(model->store);
-    prerouter->misses += MISSES_WEIGHT * ((double)(now.misses - prerouter->seen.misses) - prerouter->misses);
-    prerouter->depth = depth_for(&prerouter->seen, &now, duration_ns, model->source->n_layers);
+    learn_times(prerouter, model, &now, duration_ns, wait_ns);
     prerouter->seen = now;
     model->depth = prerouter->depth;
     if (!model->automatic) return;

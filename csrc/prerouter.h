@@ -40,8 +40,8 @@
 #define MS_PREDICT_ORACLE 8
 #define MS_PREDICT_RANDOM 16
 
-/* Predictions by how far ahead they were made: before the layer's own attention, and 1 to 3 layers before. */
-#define MS_DEPTHS 4
+/* Predictions by how far ahead they were made: before the layer's own attention, and 1 to 7 layers before. */
+#define MS_DEPTHS 8
 #define MS_RANKS 16 /* counted apart; the last stands for all above */
 
 struct ms_prediction_counters {

@@ -211,7 +211,7 @@ static void normalise(const struct router *router, const float *state, int64_t n
     for (int64_t i = 0; i < n; i++) out[i] = (state[i] - (float)mean) * scale;
 }
 
-/* The router's weights times those of the norm, in 8 bits: the products of a guess are a quarter of the memory to read. */
+/* The router's weights, times those of the norm if there is one, in 8 bits: the products of a guess are a quarter of the memory to read. */
 static const uint8_t *folded(struct ms_routers *routers, struct router *router) {
     uint8_t *made = __atomic_load_n(&router->folded, __ATOMIC_ACQUIRE);
     if (made) return made;
@@ -226,7 +226,7 @@ static const uint8_t *folded(struct ms_routers *routers, struct router *router) 
             const char *stored = (const char *)router->weight->data + (size_t)r * router->weight->nb[1];
             if (router->weight->type == GGML_TYPE_F32) memcpy(row, stored, (size_t)columns * sizeof(float));
             else traits->to_float(stored, row, columns);
-            for (int64_t c = 0; c < columns; c++) row[c] *= ((const float *)router->norm->data)[c];
+            for (int64_t c = 0; c < columns && router->norm; c++) row[c] *= ((const float *)router->norm->data)[c];
             if (type == GGML_TYPE_F32) memcpy(out + (size_t)r * row_bytes, row, row_bytes);
             else ggml_quantize_chunk(type, row, out + (size_t)r * row_bytes, 0, 1, columns, NULL);
         }
@@ -303,19 +303,19 @@ static int largest(const float *scores, int n_scores, int n, int32_t *out) {
     return found;
 }
 
-int ms_routers_choose(struct ms_routers *routers, int layer, const float *state, int n, int32_t *experts, struct ms_router_scratch *scratch) {
+int ms_routers_choose(struct ms_routers *routers, int layer, const float *state, bool exact, int n, int32_t *experts, struct ms_router_scratch *scratch) {
     struct router *router = &routers->routers[layer];
     if (!__atomic_load_n(&router->known, __ATOMIC_ACQUIRE)) return 0;
     const struct ggml_tensor *weight = router->weight;
     int n_experts = (int)weight->ne[1];
     if (!ms_router_scratch_make(scratch, weight->ne[0], n_experts)) return 0;
-    if (router->input == MS_ROUTER_READS_STATE) {
+    if (exact && !router->norm) {
         multiply(weight->type, weight->data, weight->nb[1], weight->ne[0], n_experts, state, scratch);
     } else {
         const uint8_t *rows = folded(routers, router);
         if (!rows) return 0;
-        normalise(router, state, weight->ne[0], scratch->normed);
-        multiply(router->folded_type, rows, ggml_row_size(router->folded_type, weight->ne[0]), weight->ne[0], n_experts, scratch->normed, scratch);
+        if (router->norm) normalise(router, state, weight->ne[0], scratch->normed);
+        multiply(router->folded_type, rows, ggml_row_size(router->folded_type, weight->ne[0]), weight->ne[0], n_experts, router->norm ? scratch->normed : state, scratch);
     }
     gate(router, scratch->scores, n_experts);
     if (router->n_groups > 1) mask_groups(router, scratch->scores, n_experts, scratch->groups);

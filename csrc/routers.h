@@ -41,10 +41,11 @@ bool ms_router_scratch_make(struct ms_router_scratch *scratch, int64_t columns, 
 void ms_router_scratch_free(struct ms_router_scratch *scratch);
 
 /* The n experts that the layer would choose first for this state [columns], the surest first, by its own rule (bias,
- * groups, softmax or sigmoid). Reading the state: with the graph's own weights and kernel, so what comes out is the
- * choice itself. Reading a norm: the state is normalised and weighted as the layer would after its attention, and
- * multiplied with weights of 8 bits. Returns how many, less than n if there are no more; 0: the layer is not known. */
-int ms_routers_choose(struct ms_routers *routers, int layer, const float *state, int n, int32_t *experts, struct ms_router_scratch *scratch);
+ * groups, softmax or sigmoid). A state that is read after a norm is normalised and weighted as the layer would after its
+ * attention. exact: with the graph's own weights and kernel, so that of the very state that a router reads before
+ * attention the choice itself comes out; else with weights of 8 bits. Returns how many, less than n if there are no more;
+ * 0: the layer is not known. */
+int ms_routers_choose(struct ms_routers *routers, int layer, const float *state, bool exact, int n, int32_t *experts, struct ms_router_scratch *scratch);
 
 /* What experts are put in order by. */
 enum ms_scores {

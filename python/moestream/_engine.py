@@ -32,7 +32,7 @@ logger = logging.getLogger("moestream")
 _KERNELS = {"auto": 0, "plain": 1, "interleaved": 2}
 _COMPUTE = {"exact": 0, "fast": 1, "ggml": 2}
 _PREDICTORS = {"router": 1, "lookahead": 2, "repeat": 4, "oracle": 8, "random": 16}
-_DEPTHS = {-1: "router", 0: "lookahead, before attention", 1: "1 layer ahead", 2: "2 layers ahead", 3: "3 layers ahead"}
+_DEPTHS = {-1: "router", 0: "lookahead, before attention", 1: "1 layer ahead", **{n: f"{n} layers ahead" for n in range(2, 8)}}
 MARGIN = 0.10  # of the memory left, never taken
 
 
@@ -98,7 +98,7 @@ class Engine:
                 f"of {', '.join(map(str, sorted(counts)))}; synthesise one of its shape"
             )
         table = np.ascontiguousarray(trace.experts, np.int32)
-        recall = ffi.new("float[4]", list(self.options.replay_recall))
+        recall = ffi.new("float[8]", [*self.options.replay_recall, *[self.options.replay_recall[-1]] * 8][:8])
         try:
             check(lib.ms_engine_replay, self._engine, ffi.from_buffer("int32_t[]", table), len(table), table.shape[1], trace.top_k, recall, error=OptionError)
         except OptionError:

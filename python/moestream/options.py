@@ -65,8 +65,8 @@ class ExpertStreaming:
             routing trace, over and over, because those of random weights choose
             like no model does.
         replay_recall: With ``replay``, how many of the true experts a lookahead finds
-            (there is no state to look at): just before a layer's attention, and
-            one, two and three layers before.
+            (there is no state to look at): just before a layer's attention, one layer
+            before, two, up to seven; the last stands for those that are missing.
         verify: Check every expert that is read, at the cost of looking at each
             byte: its checksum in a laid file, else its weights (NaN or infinite
             scales).
@@ -89,7 +89,7 @@ class ExpertStreaming:
     prefetch: Prefetch = "auto"
     cache_aware: float = 0.0
     replay: str | os.PathLike[str] | None = None
-    replay_recall: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+    replay_recall: tuple[float, ...] = (0.0,)
     policy: Policy = "lrfu"
 
     def __post_init__(self) -> None:
@@ -114,8 +114,8 @@ class ExpertStreaming:
             raise OptionError(f"prefetch={self.prefetch!r} is for measuring with a recorded routing; give replay= as well, or use 'auto'")
         if self.replay is not None and self.cache_aware:
             raise OptionError("replay= fixes the choice of experts, so cache_aware= would have no effect; leave one of them out")
-        if len(self.replay_recall) != 4 or not all(0 <= share <= 1 for share in self.replay_recall):
-            raise OptionError(f"replay_recall={self.replay_recall!r}: expected four shares, each from 0 to 1")
+        if not 1 <= len(self.replay_recall) <= 8 or not all(0 <= share <= 1 for share in self.replay_recall):
+            raise OptionError(f"replay_recall={self.replay_recall!r}: expected one to eight shares, each from 0 to 1")
         if self.reader == "mmap":
             if self.prefetch not in ("auto", "off"):
                 raise OptionError(f"reader='mmap' leaves caching to the kernel, which is not told who comes next; leave out prefetch={self.prefetch!r} or use another reader")

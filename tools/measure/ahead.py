@@ -31,7 +31,7 @@ PROMPT_TOKENS = 512
 TRIAL_TOKENS = 120
 CONTEXT = 2048
 RESTART = 1900  # tokens after which a context is begun anew
-FASTEST = 0.85  # of the disk's own bandwidth: the most that it can be slowed down to
+FASTEST = 0.95  # of the disk's own bandwidth: the most that it can be slowed down to
 
 
 @dataclass(frozen=True)

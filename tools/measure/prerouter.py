@@ -203,8 +203,8 @@ def _predicted(bench: Bench, kind: str, prefetch: str) -> dict:
 
 def _recall(bench: Bench, kind: str) -> tuple[float, ...]:
     found = {entry["name"]: entry["recall"] for entry in _predicted(bench, kind, "router+lookahead")["predictions"]}
-    ahead = [found.get(f"{n} layer{'s' if n > 1 else ''} ahead", 0.0) for n in (1, 2, 3)]
-    return (found.get("lookahead, before attention", ahead[0]), *ahead)
+    ahead = [found[name] for n in range(1, 8) if (name := f"{n} layer{'s' if n > 1 else ''} ahead") in found]
+    return (ahead[0], *ahead)
 
 
 def hit_rates(bench: Bench) -> Iterator[Figure]:
