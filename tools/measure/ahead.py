@@ -173,6 +173,7 @@ def prepared(
         subject = Prepared(path, session, effort, compute_s, len(described.moe_layers), 0, 0, stream)
         subject._feed(8, "off", 0)
         subject._feed(effort.warms, "off", 0)
+        session.settle()
         feed = subject._feed(2 * effort.tokens, "off", 0)
         subject.needed_bytes = feed.experts["misses"] * feed.experts["slot_bytes"] / len(feed.token_s)
         subject.disk = feed.experts["bytes_read"] / feed.experts["read_s"]
