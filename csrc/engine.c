@@ -292,10 +292,10 @@ ms_stats ms_engine_stats(ms_engine *engine) {
     const struct ms_prerouter_model *prerouter = &engine->prerouter;
     stats.replaced = ms_routing_replaced(engine->routing);
     stats.predict_ns = __atomic_load_n(&prerouter->predict_ns, __ATOMIC_RELAXED);
-    stats.depth = prerouter->depth;
-    stats.verdict = prerouter->verdict;
-    stats.trial_without_ns = prerouter->trial_ns[0];
-    stats.trial_with_ns = prerouter->trial_ns[1];
+    stats.depth = __atomic_load_n(&prerouter->depth, __ATOMIC_RELAXED);
+    stats.verdict = ms_engine_verdict(engine);
+    stats.trial_without_ns = __atomic_load_n(&prerouter->trial_ns[0], __ATOMIC_RELAXED);
+    stats.trial_with_ns = __atomic_load_n(&prerouter->trial_ns[1], __ATOMIC_RELAXED);
     return stats;
 }
 
@@ -310,7 +310,7 @@ int ms_engine_pace(ms_engine *engine, uint64_t bytes_per_s, char *err, size_t er
     return rc < 0 ? ms_fail(rc, err, errlen, "out of memory for slowing down reads") : 0;
 }
 
-int ms_engine_verdict(const ms_engine *engine) { return engine->prerouter.verdict; }
+int ms_engine_verdict(const ms_engine *engine) { return __atomic_load_n(&engine->prerouter.verdict, __ATOMIC_ACQUIRE); }
 
 ms_predictions ms_engine_predictions(ms_engine *engine, int depth) {
     const struct ms_prediction_counters *c = depth < 0 ? &engine->prerouter.known : &engine->prerouter.ahead[depth];
@@ -327,6 +327,7 @@ int ms_engine_layers_known(ms_engine *engine, bool *reads_state) {
     int known = 0;
     *reads_state = true;
     for (int l = 0; l < engine->source->n_layers; l++) {
+        if (!engine->wanted[l]) continue;
         enum ms_router_input input = ms_routers_input(engine->prerouter.routers, l);
         known += input != MS_ROUTER_UNKNOWN;
         *reads_state = *reads_state && input == MS_ROUTER_READS_STATE;

@@ -143,8 +143,10 @@ static struct step step_of(const struct ms_experts *experts, const struct ggml_t
 
 static int number_of(struct step step) { return step.layer * STEP_NONE + (int)step.kind; }
 
-/* Steps only ever come later in an evaluation. */
-static bool begins_batch(const struct ms_experts *experts, struct step step) { return number_of(step) <= experts->last_step; }
+/* Steps only ever come later in an evaluation, but for a router whose product and choice may be two graphs. */
+static bool begins_batch(const struct ms_experts *experts, struct step step) {
+    return number_of(step) < experts->last_step || (number_of(step) == experts->last_step && step.kind != STEP_ROUTER);
+}
 
 static void record(const struct ms_experts *experts, const struct ms_experts_model *model, enum ms_event_kind kind, int layer, int64_t begin, int64_t end) {
     if (!model->timeline) return;
@@ -321,7 +323,7 @@ static enum ggml_status compute_others(struct ms_experts *experts, const struct 
         return GGML_STATUS_SUCCESS;
     }
     counters->router_ns += spent;
-    if (number_of(router) < experts->last_step) arrive(experts, model, router, router_tokens); /* the norm before was not told of */
+    if (begins_batch(experts, router)) arrive(experts, model, router, router_tokens); /* the norm before was not told of */
     record(experts, model, MS_EVENT_ROUTER, router.layer, begin_ns, ms_now_ns());
     return GGML_STATUS_SUCCESS;
 }
@@ -515,7 +517,9 @@ static enum ggml_status compute_run_lent(struct ms_experts *experts, const struc
     struct ms_store *store = model->store;
     int64_t *compute_ns = &counters->compute_ns;
     if (n <= store->capacity(store, l)) {
+        int64_t asked_ns = ms_now_ns();
         if (store->acquire(store, l, experts->wanted, n, experts->indices, err, errlen) < 0) return GGML_STATUS_FAILED;
+        experts->batch_wait_ns += ms_now_ns() - asked_ns;
         struct span span = span_of(experts->indices, n);
         enum ggml_status status = GGML_STATUS_SUCCESS;
         bool fits = span.n <= layer->n_experts || table_bytes(store, l, layer->n_matrices, (size_t)span.n, ids) <= WORK_BYTES;
@@ -595,7 +599,7 @@ static enum ggml_status compute_run(struct ms_experts *experts, const struct ms_
         counters->fused_blocks++;
         return compute_block(experts, model, graph, end, &nodes, n, counters, zeros, err, errlen);
     }
-    bool whole = uses_matrix(experts, graph, begin, end, 0); /* what lies between its products may cut a layer into several runs */
+    bool whole = uses_matrix(experts, graph, begin, end, 0);
     counters->ggml_blocks += whole;
     struct choice choice = {.experts = experts, .model = model, .layer = l, .ids = ggml_graph_node(graph, begin)->src[2]};
     if (whole) tell_choice(&choice);
@@ -639,12 +643,13 @@ enum ggml_status ms_experts_compute(struct ms_experts *experts, const struct ms_
         enum ggml_status status;
         if (tensor) {
             end = run_end(experts, graph, begin, tensor);
-            if (uses_matrix(experts, graph, begin, end, 0)) {
+            bool whole = uses_matrix(experts, graph, begin, end, 0); /* what lies between its products may cut a layer into several runs */
+            if (whole) {
                 arrive(experts, model, (struct step){STEP_EXPERTS, tensor->layer}, (int)node->src[2]->ne[1]);
                 if (tensor->layer == model->first_layer) counters->tokens += (uint64_t)node->src[2]->ne[1];
             }
             status = compute_run(experts, model, graph, begin, end, tensor->layer, counters, zeros, err, errlen);
-            if (status == GGML_STATUS_SUCCESS) end_token(experts, model, tensor->layer);
+            if (status == GGML_STATUS_SUCCESS && whole) end_token(experts, model, tensor->layer);
         } else {
             while (end < n_nodes && !expert_product(experts, ggml_graph_node(graph, end))) end++;
             status = compute_others(experts, model, graph, begin, end, counters);

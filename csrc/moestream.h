@@ -202,7 +202,7 @@ typedef struct ms_predictions {
 
 /* depth -1: the model's own router before attention; 0: lookahead at the same point; 1 to 7: so many layers before. */
 ms_predictions ms_engine_predictions(ms_engine *engine, int depth);
-/* Layers whose router is understood, after the first evaluation; *reads_state: all of them choose before attention. */
+/* Loaded layers whose router is understood, after the first evaluation; *reads_state: all that are loaded choose before attention. */
 int ms_engine_layers_known(ms_engine *engine, bool *reads_state);
 
 /* Makes the model's routers follow a table [n_tokens][n_layers][n_choices], over and over: for measuring, where the

@@ -38,6 +38,7 @@ struct ms_prerouter {
     float confidence[2][MS_DEPTHS][MOST_RANKS];
     bool *held; /* scratch: one an expert */
     int n_held;
+    float *state; /* scratch of ms_router_state */
     struct ms_router_scratch scratch;
     struct ms_trial trial;
     uint64_t random;
@@ -68,6 +69,7 @@ void ms_prerouter_free(struct ms_prerouter *prerouter) {
     ms_router_scratch_free(&prerouter->scratch);
     free(prerouter->layers);
     free(prerouter->held);
+    free(prerouter->state);
     free(prerouter);
 }
 
@@ -212,9 +214,9 @@ static void make_up(struct ms_prerouter *prerouter, const struct ms_prerouter_mo
     }
 }
 
-static void look_ahead(struct ms_prerouter *prerouter, struct ms_prerouter_model *model, int l, int depth, const struct ggml_tensor *state) {
+static void look_ahead(struct ms_prerouter *prerouter, struct ms_prerouter_model *model, int l, int depth, const float *state) {
     struct prediction *prediction = &layer_of(prerouter, model, l)->ahead[depth];
-    prediction->n = ms_routers_choose(model->routers, l, state_of(state, 0), false, n_candidates(model, l), prediction->experts, &prerouter->scratch);
+    prediction->n = ms_routers_choose(model->routers, l, state, false, n_candidates(model, l), prediction->experts, &prerouter->scratch);
     if (prediction->n && ms_routing_replays(model->routing)) make_up(prerouter, model, l, depth, prediction);
     if (prediction->n) tell_guess(prerouter, model, l, depth);
 }
@@ -258,8 +260,8 @@ static int following(const struct ms_prerouter_model *model, int layer) {
 }
 
 /* What is guessed of the layers after `layer`: of the next, and of the furthest, which was not guessed before; those
- * between were when they were the furthest. state: or NULL. */
-static void guess_following(struct ms_prerouter *prerouter, struct ms_prerouter_model *model, int layer, const struct ggml_tensor *state, enum ms_router_input reads) {
+ * between were when they were the furthest. state: of one token, or NULL. */
+static void guess_following(struct ms_prerouter *prerouter, struct ms_prerouter_model *model, int layer, const float *state, enum ms_router_input reads) {
     for (int depth = 1, l = following(model, layer); depth <= prerouter->depth && l < model->source->n_layers; depth++, l = following(model, l)) {
         if (depth > 1 && depth < prerouter->depth && prerouter->layers[l].ahead[depth + 1].n) continue;
         if (model->predictors & MS_PREDICT_RANDOM) guess_randomly(prerouter, model, l, depth);
@@ -283,9 +285,9 @@ void ms_prerouter_before_attention(struct ms_prerouter *prerouter, struct ms_pre
     bool alone = state->ne[1] == 1 && guesses(prerouter, model);
     if (ms_routers_input(model->routers, layer) == MS_ROUTER_READS_STATE) {
         if (model->predictors & MS_PREDICT_ROUTER) know(prerouter, model, layer, state, &of->known);
-        if (alone && (model->predictors & MS_PREDICT_LOOKAHEAD)) guess_following(prerouter, model, layer, state, MS_ROUTER_READS_STATE);
+        if (alone && (model->predictors & MS_PREDICT_LOOKAHEAD)) guess_following(prerouter, model, layer, state_of(state, 0), MS_ROUTER_READS_STATE);
     } else if (alone && (model->predictors & MS_PREDICT_LOOKAHEAD) && !was_predicted(of)) {
-        look_ahead(prerouter, model, layer, 0, state);
+        look_ahead(prerouter, model, layer, 0, state_of(state, 0));
     }
     __atomic_fetch_add(&model->predict_ns, ms_now_ns() - begin, __ATOMIC_RELAXED);
 }
@@ -315,7 +317,7 @@ void ms_prerouter_chosen(struct ms_prerouter *prerouter, struct ms_prerouter_mod
     if (model->predictors & MS_PREDICT_ORACLE) foresee(model, layer);
     bool by_norm = ms_routers_input(model->routers, layer) == MS_ROUTER_READS_NORM;
     if (ids->ne[1] == 1 && guesses(prerouter, model) && (by_norm || (model->predictors & (MS_PREDICT_REPEAT | MS_PREDICT_RANDOM))))
-        guess_following(prerouter, model, layer, by_norm ? ms_router_state(ids) : NULL, MS_ROUTER_READS_NORM);
+        guess_following(prerouter, model, layer, by_norm ? ms_router_state(ids, &prerouter->state) : NULL, MS_ROUTER_READS_NORM);
     __atomic_fetch_add(&model->predict_ns, ms_now_ns() - begin, __ATOMIC_RELAXED);
 }
 
@@ -340,12 +342,11 @@ void ms_prerouter_token(struct ms_prerouter *prerouter, struct ms_prerouter_mode
     struct ms_store_counters now = model->store->counters(model->store);
     learn_times(prerouter, model, &now, duration_ns, wait_ns);
     prerouter->seen = now;
-    model->depth = prerouter->depth;
+    __atomic_store_n(&model->depth, prerouter->depth, __ATOMIC_RELAXED);
     if (!model->automatic) return;
     int n_trials = prerouter->trial.n_trials;
     ms_trial_observe(&prerouter->trial, duration_ns, wait_ns);
     if (prerouter->trial.n_trials == n_trials) return;
-    model->trial_ns[0] = prerouter->trial.medians[0];
-    model->trial_ns[1] = prerouter->trial.medians[1];
-    model->verdict = prerouter->trial.verdict ? 1 : -1;
+    for (int way = 0; way < 2; way++) __atomic_store_n(&model->trial_ns[way], prerouter->trial.medians[way], __ATOMIC_RELAXED);
+    __atomic_store_n(&model->verdict, prerouter->trial.verdict ? 1 : -1, __ATOMIC_RELEASE);
 }

@@ -63,7 +63,7 @@ struct ms_prerouter_model {
     unsigned predictors;
     bool automatic; /* guesses are on where a trial says that they pay */
     float recall[MS_DEPTHS]; /* of a lookahead that is made up from a replayed routing */
-    /* counted, under the engine's mutex or atomically */
+    /* counted by all contexts; atomic */
     struct ms_prediction_counters known, ahead[MS_DEPTHS];
     int64_t predict_ns;
     int64_t trial_ns[2]; /* median token without and with, of the last trial; 0 before the first */

@@ -134,6 +134,7 @@ static bool read_input(struct router *router, const struct ggml_tensor *input, c
 static bool read_router(struct router *router, const struct ggml_tensor *ids, const struct ggml_tensor *state) {
     const struct ggml_tensor *order = order_of(ids), *product = order ? read_scores(router, order->src[0]) : NULL;
     if (!product || product->src[0]->op != GGML_OP_NONE || !product->src[0]->data) return false;
+    if (ggml_is_quantized(product->src[0]->type)) return false; /* llama.cpp may have interleaved its rows */
     router->weight = product->src[0];
     if (order->src[0]->ne[0] != router->weight->ne[1]) return false; /* an order of groups */
     return read_input(router, product->src[1], state);
@@ -166,12 +167,20 @@ const struct ggml_tensor *ms_router_of_order(const struct ggml_tensor *order, en
     return product && order->src[0]->ne[0] == product->src[0]->ne[1] ? product->src[0] : NULL;
 }
 
-const struct ggml_tensor *ms_router_state(const struct ggml_tensor *ids) {
+const float *ms_router_state(const struct ggml_tensor *ids, float **copy) {
     struct router router = {0};
     if (!read_router(&router, ids, NULL)) return NULL;
-    const struct ggml_tensor *order = order_of(ids);
     struct router again = {0};
-    return behind_views(read_scores(&again, order->src[0])->src[1])->src[0]->src[0];
+    const struct ggml_tensor *weighted = behind_views(read_scores(&again, order_of(ids)->src[0])->src[1]), *state = weighted->src[0]->src[0];
+    if (state->type != GGML_TYPE_F32) return NULL;
+    if (state->data != weighted->data) return state->data;
+    int64_t columns = router.norm->ne[0];
+    float *out = realloc(*copy, (size_t)columns * sizeof(float));
+    if (!out) return NULL;
+    *copy = out;
+    const float *in = weighted->data, *weights = router.norm->data;
+    for (int64_t c = 0; c < columns; c++) out[c] = weights[c] != 0 ? in[c] / weights[c] : 0;
+    return out;
 }
 
 /* ------------------------------------------------------------ asking it */

@@ -56,7 +56,9 @@ enum ms_scores {
 
 /* The router's weight that an order of experts (a node ARGSORT or TOP_K) comes from; NULL if it is no such node. */
 const struct ggml_tensor *ms_router_of_order(const struct ggml_tensor *order, enum ms_scores *scores);
-/* The state that a choice was made from, before it was normalised; NULL: not understood, or the router reads no norm. */
-const struct ggml_tensor *ms_router_state(const struct ggml_tensor *ids);
+/* The state that a choice was made from, of its first token, before it was normalised; NULL: not understood, the router
+ * reads no norm, or out of memory. Where the graph has written the normalised and weighted state over it, the weights are
+ * divided out into *copy (NULL or from malloc; the caller frees it): that is the state but for its scale, which no norm sees. */
+const float *ms_router_state(const struct ggml_tensor *ids, float **copy);
 
 #endif

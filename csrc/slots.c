@@ -78,6 +78,7 @@ struct slot {
 struct partial {
     struct slot *slot; /* NULL: none */
     int n_pieces, n_asked, n_arrived;
+    bool given_up; /* while nobody wants it: its room is needed, or a piece could not be read */
     int status[MS_MAX_MATRICES]; /* of the read that a piece is of */
     struct ms_read pieces[MS_MAX_MATRICES * MOST_PIECES];
 };
@@ -144,8 +145,10 @@ struct slots {
     uint64_t position; /* batch x layers + the layer that computes now */
     size_t in_flight_bytes;
     int64_t busy_since_ns; /* while something is in flight */
-    struct ms_pacer *pacer; /* NULL: reads arrive when they arrive */
-    bool stopped; /* nothing is read ahead any more */
+    struct ms_pacer *pacer; /* NULL: reads arrive when they arrive; atomic */
+    bool stopped;     /* nothing is read ahead any more */
+    int n_settling;   /* threads for which nothing is read ahead for a while */
+    int n_submitting; /* threads that hand reads to the reader */
     struct ms_timeline *_Atomic *timeline; /* NULL while nothing is recorded; atomic */
 };
 
@@ -294,11 +297,13 @@ struct trade {
     double most_probable; /* use of what is given up */
 };
 
-/* Nothing that this evaluation used, and nothing more probable to be used than what is guessed. */
+/* What was guessed and did not come true; else nothing that this evaluation used, and nothing more probable to be used
+ * than what is guessed. */
 static bool may_evict_for_guess(void *trade, int slot) {
     const struct trade *t = trade;
     const struct slot *candidate = &t->class->slots[slot];
     if (!may_evict_unexpected(t->class, slot)) return false;
+    if (candidate->ahead && candidate->due) return true;
     uint64_t age = candidate->pool->batch - candidate->last_batch;
     return age > 0 && (candidate->cool || candidate->ahead || ms_reuse_probability(&candidate->pool->reuse, age) <= t->most_probable);
 }
@@ -432,12 +437,19 @@ static void convert_one(struct slots *pool, uint8_t *scratch) {
 
 static void read_expected(struct slots *pool);
 
-static void ask(struct slots *pool, struct ms_read *read, struct ms_read **list) {
+/* Reads to be submitted together, in the order in which they were asked for. */
+struct asked {
+    struct ms_read *first, *last;
+};
+
+static void ask(struct slots *pool, struct ms_read *read, struct asked *list) {
     read->asked_ns = ms_now_ns();
     if (pool->in_flight_bytes == 0) pool->busy_since_ns = read->asked_ns;
     pool->in_flight_bytes += read->size_bytes;
-    read->next = *list;
-    *list = read;
+    read->next = NULL;
+    if (list->last) list->last->next = read;
+    else list->first = read;
+    list->last = read;
 }
 
 static void note_arrival(struct slots *pool, const struct ms_read *read) {
@@ -471,10 +483,13 @@ static void read_arrived(struct ms_read *read, int status) {
     pthread_mutex_unlock(&pool->mutex);
 }
 
+static struct ms_pacer *pacer_of(const struct slots *pool) { return __atomic_load_n(&pool->pacer, __ATOMIC_ACQUIRE); }
+
 /* Called on a reader's thread. */
 static void read_done(struct ms_read *read, int status) {
     struct slot *slot = read->owner;
-    if (slot->pool->pacer) ms_pacer_add(slot->pool->pacer, read, status, read_arrived);
+    struct ms_pacer *pacer = pacer_of(slot->pool);
+    if (pacer) ms_pacer_add(pacer, read, status, read_arrived);
     else read_arrived(read, status);
 }
 
@@ -510,9 +525,9 @@ static void prepare_reads(struct slots *pool, struct slot *slot) {
     slot->event = 0;
 }
 
-static void ask_all(struct slots *pool, struct slot *slot, struct ms_read **list) {
+static void ask_all(struct slots *pool, struct slot *slot, struct asked *list) {
     prepare_reads(pool, slot);
-    for (int i = slot->pending - 1; i >= 0; i--) ask(pool, &slot->reads[i], list);
+    for (int i = 0; i < slot->pending; i++) ask(pool, &slot->reads[i], list);
 }
 
 /* Nobody holds it: it is loading, and so not given to another. */
@@ -523,7 +538,7 @@ static void note_ahead(struct slots *pool, struct slot *slot) {
     if (slot->due && pool->n_ahead < MOST_AHEAD) pool->ahead[pool->n_ahead++] = slot;
 }
 
-static void ask_ahead(struct slots *pool, struct slot *slot, struct ms_read **list) {
+static void ask_ahead(struct slots *pool, struct slot *slot, struct asked *list) {
     note_ahead(pool, slot);
     ask_all(pool, slot, list);
     pool->counters.guessed_bytes += read_bytes(pool, slot);
@@ -574,7 +589,11 @@ static void drop_partial(struct slots *pool, struct partial *partial) {
     tell(pool);
 }
 
-static bool is_over(const struct slots *pool, const struct partial *partial) { return partial->slot->ahead && (pool->stopped || partial->slot->due < pool->position); }
+static bool is_stopped(const struct slots *pool) { return pool->stopped || pool->n_settling > 0; }
+
+static bool is_over(const struct slots *pool, const struct partial *partial) {
+    return partial->slot->ahead && partial->n_asked < partial->n_pieces && (is_stopped(pool) || partial->given_up || partial->slot->due < pool->position);
+}
 
 static void piece_arrived(struct ms_read *piece, int status) {
     struct partial *partial = piece->owner;
@@ -582,7 +601,10 @@ static void piece_arrived(struct ms_read *piece, int status) {
     struct slots *pool = slot->pool;
     pthread_mutex_lock(&pool->mutex);
     note_arrival(pool, piece);
-    if (status < 0) partial->status[piece->index] = status;
+    if (status < 0) {
+        partial->status[piece->index] = status;
+        partial->given_up = true;
+    }
     if (++partial->n_arrived == partial->n_pieces) {
         int n_reads = slot->pending;
         partial->slot = NULL;
@@ -596,7 +618,7 @@ static void piece_arrived(struct ms_read *piece, int status) {
 
 static void piece_done(struct ms_read *piece, int status) {
     struct partial *partial = piece->owner;
-    struct ms_pacer *pacer = partial->slot->pool->pacer;
+    struct ms_pacer *pacer = pacer_of(partial->slot->pool);
     if (pacer) ms_pacer_add(pacer, piece, status, piece_arrived);
     else piece_arrived(piece, status);
 }
@@ -623,10 +645,16 @@ static void begin_partial(struct slots *pool, struct partial *partial, struct sl
     }
 }
 
-static void ask_piece(struct slots *pool, struct partial *partial, struct ms_read **list) {
+static void ask_piece(struct slots *pool, struct partial *partial, struct asked *list) {
     struct ms_read *piece = &partial->pieces[partial->n_asked++];
     pool->counters.guessed_bytes += piece->size_bytes;
     ask(pool, piece, list);
+}
+
+/* The slot's expert is wanted, or known to be: what is missing of it is read at once. */
+static void ask_rest(struct slots *pool, struct slot *slot, struct asked *list) {
+    struct partial *partial = partial_of(pool, slot);
+    while (partial && partial->n_asked < partial->n_pieces) ask_piece(pool, partial, list);
 }
 
 /* The partial that is wanted first, of those with pieces to be asked for. */
@@ -650,18 +678,19 @@ static void drop_passed(struct slots *pool) {
 /* ------------------------------------------------------------ asking */
 
 /* Submits with the mutex let go, for a reader may call read_done at once. */
-static void submit(struct slots *pool, struct ms_read *reads) {
-    if (!reads) return;
+static void submit(struct slots *pool, struct asked reads) {
+    if (!reads.first) return;
+    pool->n_submitting++;
     pthread_mutex_unlock(&pool->mutex);
-    pool->reader->submit(pool->reader, reads);
+    pool->reader->submit(pool->reader, reads.first);
     pthread_mutex_lock(&pool->mutex);
+    if (--pool->n_submitting == 0 && pool->stopped) pthread_cond_broadcast(&pool->changed);
 }
 
-/* Begins to read what a guess names. false: there is no room for it, or no need. */
-static bool begin_guess(struct slots *pool, const struct ms_guess *guess, struct ms_read **list) {
+/* Begins to read what a guess names; with an unused partial if it is not certain. false: there is no room for it, or no need. */
+static bool begin_guess(struct slots *pool, const struct ms_guess *guess, struct asked *list) {
     bool certain = guess->confidence >= 1;
-    struct partial *partial = certain ? NULL : partial_of(pool, NULL);
-    if (pool->layers[guess->layer].slot_of[guess->expert] >= 0 || (!certain && !partial)) return false;
+    if (pool->layers[guess->layer].slot_of[guess->expert] >= 0) return false;
     struct slot *slot = take_slot(pool, guess->layer, guess->expert, MS_ROOM_GUESS, guess->confidence);
     if (!slot) return false;
     slot->due = guess->due;
@@ -669,7 +698,7 @@ static bool begin_guess(struct slots *pool, const struct ms_guess *guess, struct
         ask_ahead(pool, slot, list);
     } else {
         note_ahead(pool, slot);
-        begin_partial(pool, partial, slot);
+        begin_partial(pool, partial_of(pool, NULL), slot);
     }
     return true;
 }
@@ -677,8 +706,8 @@ static bool begin_guess(struct slots *pool, const struct ms_guess *guess, struct
 /* Reads the first of what is expected, as much as may be in flight. Called whenever a read has ended, room was left, or
  * something is expected. Mutex held on entry and exit. */
 static void read_expected(struct slots *pool) {
-    struct ms_read *reads = NULL;
-    while (!pool->stopped) {
+    struct asked reads = {0};
+    while (!is_stopped(pool)) {
         const struct ms_guess *guess = ms_guesses_first(pool->guesses);
         bool certain = guess && guess->confidence >= 1;
         struct partial *partial = first_partial(pool);
@@ -688,6 +717,7 @@ static void read_expected(struct slots *pool) {
             continue;
         }
         if (!guess || pool->in_flight_bytes >= (certain ? CERTAIN_BYTES : GUESSED_BYTES)) break;
+        if (!certain && !partial_of(pool, NULL)) break; /* one of those under way has to end first */
         if (!begin_guess(pool, guess, &reads) && certain && pool->layers[guess->layer].slot_of[guess->expert] < 0) break; /* there will be room when this layer is done */
         ms_guesses_drop_first(pool->guesses);
     }
@@ -710,18 +740,35 @@ static void slots_release(struct ms_store *store, int layer, const int32_t *indi
     pthread_mutex_unlock(&pool->mutex);
 }
 
+/* What is only guessed gives way: partials of the class that are not of these experts of the layer end, at once or when
+ * their pieces in flight have arrived. */
+static void give_up_partials(struct slots *pool, const struct class *class, int layer, const int32_t *experts, int n) {
+    for (int i = 0; i < MOST_PARTIAL; i++) {
+        struct slot *slot = pool->partials[i].slot;
+        bool wanted = !slot || class_of(pool, slot) != class;
+        for (int e = 0; e < n && !wanted; e++) wanted = slot->layer == layer && slot->expert == experts[e];
+        if (!wanted) pool->partials[i].given_up = true;
+    }
+    drop_passed(pool);
+}
+
+/* Can all of these be pinned now? */
+static bool has_room(const struct layer_slots *ls, const int32_t *experts, int n) {
+    int wanted = 0;
+    for (int i = 0; i < n; i++) {
+        int s = ls->slot_of[experts[i]];
+        if (s < 0 || is_idle(&ls->class->slots[s])) wanted++;
+    }
+    return wanted <= ls->class->n_idle;
+}
+
 /* Waits until the layer's class can take these experts all at once. Pins are
  * taken in one step and only ever released afterwards, so waiting here while
  * another context computes cannot deadlock. */
-static void wait_for_room(struct slots *pool, struct layer_slots *ls, const int32_t *experts, int n) {
-    for (;;) {
-        int wanted = 0;
-        for (int i = 0; i < n; i++) {
-            int s = ls->slot_of[experts[i]];
-            if (s < 0 || is_idle(&ls->class->slots[s])) wanted++;
-        }
-        if (wanted <= ls->class->n_idle) return;
-        pthread_cond_wait(&pool->changed, &pool->mutex);
+static void wait_for_room(struct slots *pool, int layer, const int32_t *experts, int n) {
+    while (!has_room(&pool->layers[layer], experts, n)) {
+        give_up_partials(pool, pool->layers[layer].class, layer, experts, n);
+        if (!has_room(&pool->layers[layer], experts, n)) pthread_cond_wait(&pool->changed, &pool->mutex);
     }
 }
 
@@ -747,12 +794,12 @@ static bool all_there(const struct class *class, const int32_t *indices, int n) 
 static int begin_locked(struct slots *pool, int layer, const int32_t *experts, int n, enum ms_room room, int32_t *indices, char *err, size_t errlen) {
     struct layer_slots *ls = &pool->layers[layer];
     struct class *class = ls->class;
-    struct ms_read *reads = NULL;
+    struct asked reads = {0};
     int misses = 0, pinned = 0;
     for (int i = 0; i < n; i++) misses += indices[i] < 0 && ls->slot_of[experts[i]] < 0;
     int rc = misses ? ms_layer_check(pool->source, layer, err, errlen) : 0;
     if (rc < 0) return rc;
-    if (room == MS_ROOM_ALL) wait_for_room(pool, ls, experts, n);
+    if (room == MS_ROOM_ALL) wait_for_room(pool, layer, experts, n);
     for (int i = 0; i < n; i++) { /* what is there is pinned before anything is evicted */
         if (indices[i] >= 0 || ls->slot_of[experts[i]] < 0) continue;
         indices[i] = ls->slot_of[experts[i]];
@@ -760,10 +807,9 @@ static int begin_locked(struct slots *pool, int layer, const int32_t *experts, i
         pin(class, slot);
         use(class, slot);
         if (slot->ahead) {
-            struct partial *partial = partial_of(pool, slot);
             pool->counters.misses++;
             ahead_was_right(pool, slot);
-            while (partial && partial->n_asked < partial->n_pieces) ask_piece(pool, partial, &reads);
+            ask_rest(pool, slot, &reads);
         } else {
             pool->counters.hits++;
         }
@@ -772,6 +818,10 @@ static int begin_locked(struct slots *pool, int layer, const int32_t *experts, i
     for (int i = 0; i < n; i++) {
         if (indices[i] >= 0) continue;
         struct slot *slot = take_slot(pool, layer, experts[i], room, 1);
+        if (!slot && room == MS_ROOM_ANY) {
+            give_up_partials(pool, class, layer, experts, n);
+            slot = take_slot(pool, layer, experts[i], room, 1);
+        }
         if (!slot) break; /* never with MS_ROOM_ALL: wait_for_room counted */
         indices[i] = (int32_t)(slot - class->slots);
         ask_all(pool, slot, &reads);
@@ -822,11 +872,10 @@ static void slots_settle(struct ms_store *store) {
     struct slots *pool = (struct slots *)store;
     pthread_mutex_lock(&pool->mutex);
     ms_guesses_clear(pool->guesses);
-    bool stopped = pool->stopped;
-    pool->stopped = true;
+    pool->n_settling++;
     drop_passed(pool);
     while (is_unsettled(pool)) wait_or_convert(pool);
-    pool->stopped = stopped;
+    pool->n_settling--;
     pthread_mutex_unlock(&pool->mutex);
 }
 
@@ -871,14 +920,17 @@ static void slots_expect(struct ms_store *store, int layer, const int32_t *exper
     uint64_t due = pool->position / n_layers * n_layers + (uint64_t)layer;
     if (due <= pool->position) due += n_layers;
     ms_guesses_withdraw(pool->guesses, layer);
-    for (int i = 0; i < n && !pool->stopped; i++) {
+    struct asked reads = {0};
+    for (int i = 0; i < n && !is_stopped(pool); i++) {
         int s = ls->slot_of[experts[i]];
         if (s >= 0) {
             if (confidences[i] >= LIKELY) ls->class->slots[s].due = due;
+            if (confidences[i] >= 1) ask_rest(pool, &ls->class->slots[s], &reads);
         } else {
             ms_guesses_add(pool->guesses, (struct ms_guess){.due = due, .layer = layer, .expert = experts[i], .confidence = confidences[i]});
         }
     }
+    submit(pool, reads);
     read_expected(pool);
     pthread_mutex_unlock(&pool->mutex);
 }
@@ -893,9 +945,10 @@ static void slots_holds(struct ms_store *store, int layer, int n_experts, bool *
 
 static int slots_pace(struct ms_store *store, uint64_t rate) {
     struct slots *pool = (struct slots *)store;
-    if (!pool->pacer) pool->pacer = ms_pacer_start();
-    if (!pool->pacer) return -ENOMEM;
-    ms_pacer_set_rate(pool->pacer, rate);
+    struct ms_pacer *pacer = pool->pacer ? pool->pacer : ms_pacer_start();
+    if (!pacer) return -ENOMEM;
+    ms_pacer_set_rate(pacer, rate);
+    __atomic_store_n(&pool->pacer, pacer, __ATOMIC_RELEASE);
     return 0;
 }
 
@@ -904,6 +957,8 @@ static void slots_stop(struct ms_store *store) {
     pthread_mutex_lock(&pool->mutex);
     pool->stopped = true;
     ms_guesses_clear(pool->guesses);
+    drop_passed(pool);
+    while (pool->n_submitting) pthread_cond_wait(&pool->changed, &pool->mutex); /* the reader is closed next */
     pthread_mutex_unlock(&pool->mutex);
 }
 
@@ -923,10 +978,14 @@ static void slots_cool(struct ms_store *store, int layer, const int32_t *indices
 static int slots_prefetch(struct ms_store *store, int layer, const int32_t *experts, int n) {
     struct slots *pool = (struct slots *)store;
     struct layer_slots *ls = &pool->layers[layer];
-    struct ms_read *reads = NULL;
+    struct asked reads = {0};
     pthread_mutex_lock(&pool->mutex);
     for (int i = 0; i < n; i++) /* what is there is not given up for the others */
-        if (ls->slot_of[experts[i]] >= 0) use(ls->class, &ls->class->slots[ls->slot_of[experts[i]]]);
+        if (ls->slot_of[experts[i]] >= 0) {
+            struct slot *slot = &ls->class->slots[ls->slot_of[experts[i]]];
+            use(ls->class, slot);
+            ask_rest(pool, slot, &reads);
+        }
     int done = 0;
     for (; done < n; done++) {
         if (ls->slot_of[experts[done]] >= 0) continue;

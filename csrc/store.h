@@ -86,10 +86,10 @@ struct ms_store {
     void (*expect)(struct ms_store *store, int layer, const int32_t *experts, const float *confidences, int n);
     /* Which of a layer's experts are in memory; n_experts of them. */
     void (*holds)(struct ms_store *store, int layer, int n_experts, bool *held);
-    /* Makes reads arrive as slowly as from a disk of `rate` bytes per second; 0: as they come. While nothing is in flight.
+    /* Makes reads arrive as slowly as from a disk of `rate` bytes per second; 0: as they come. One thread at a time.
      * -ENOMEM; -ENOTSUP: this store does not read. */
     int (*pace)(struct ms_store *store, uint64_t rate);
-    /* Nothing is read ahead from now on: before the reader is closed. */
+    /* Nothing is read ahead from now on, and nobody is about to hand reads to the reader: before that is closed. */
     void (*stop)(struct ms_store *store);
     /* These pinned experts will be missed less than others: their room is spare until they are wanted again. */
     void (*cool)(struct ms_store *store, int layer, const int32_t *indices, int n);

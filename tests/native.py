@@ -8,7 +8,7 @@ import os
 import random
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,27 @@ from moestream._native import LIBRARY, MESSAGE_BYTES
 from moestream._native import ffi as moestream_ffi
 
 __all__ = [
-    *("PythonReader", "Store", "called", "direct", "failure", "ffi", "interleaving", "lib", "opened", "reader", "store"),
+    *(
+        "PythonReader",
+        "Store",
+        "called",
+        "direct",
+        "failure",
+        "ffi",
+        "interleaving",
+        "lib",
+        "opened",
+        "reader",
+        "store",
+    ),
     *("timeline_ffi", "timeline_lib"),
 ]
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
-HEADERS = ("checksum.h", "layout.h", "source.h", "kernels.h", "policy.h", "reader.h", "rows.h", "store.h")
+HEADERS = (
+    *("checksum.h", "layout.h", "source.h", "kernels.h", "policy.h", "reader.h", "rows.h", "store.h"),
+    *("guesses.h", "reuse.h", "trial.h", "routers.h", "routing.h"),
+)
 
 
 def _declarations(header: str) -> str:
@@ -130,8 +145,9 @@ class PythonReader:
         self._pending: list[Any] = []
         self._changed = threading.Condition()
         self._closing = False
-        self._let_through = threading.Event()
-        self._let_through.set()
+        self._held = False
+        self._allowed = 0  # completions, while the others are held
+        self._completed = 0
         self._submit = ffi.callback("void(struct ms_reader *, struct ms_read *)", self._submitted)
         self.struct.submit = self._submit
         self._thread = threading.Thread(target=self._complete)
@@ -139,10 +155,32 @@ class PythonReader:
 
     def hold(self) -> None:
         """Completes nothing until `resume`."""
-        self._let_through.clear()
+        with self._changed:
+            self._held = True
 
     def resume(self) -> None:
-        self._let_through.set()
+        with self._changed:
+            self._held = False
+            self._changed.notify_all()
+
+    def step(self, n: int = 1) -> None:
+        """While held: completes n reads, and returns when that is done."""
+        with self._changed:
+            self._allowed += n
+            wanted = self._completed + n
+            self._changed.notify_all()
+            assert self._changed.wait_for(lambda: self._completed >= wanted, timeout=10), f"{len(self._pending)} reads"
+
+    @property
+    def n_pending(self) -> int:
+        with self._changed:
+            return len(self._pending)
+
+    def wait_until_idle(self) -> None:
+        """Until all that was asked for, and what was asked for because of that, is done."""
+        with self._changed:
+            asked = lambda: sum(map(len, self.batches))  # noqa: E731
+            assert self._changed.wait_for(lambda: self._completed == asked(), timeout=10), f"{len(self._pending)} reads"
 
     def wait_for_pending(self, n: int) -> None:
         with self._changed:
@@ -169,10 +207,10 @@ class PythonReader:
     def _complete(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._pending or self._closing)
+                self._changed.wait_for(self._may_complete)
                 if not self._pending:
                     return
-            self._let_through.wait()
+                self._allowed -= self._held
             if self._late_s:
                 threading.Event().wait(self._late_s)
             with self._changed:
@@ -183,6 +221,12 @@ class PythonReader:
                 assert n >= read.needed_bytes
             lib.ms_reader_ended(self.struct, n)
             read.done(read, status)
+            with self._changed:
+                self._completed += 1
+                self._changed.notify_all()
+
+    def _may_complete(self) -> bool:
+        return bool(self._pending and (not self._held or self._allowed)) or (self._closing and not self._pending)
 
 
 class Store:
@@ -244,6 +288,27 @@ class Store:
 
     def settle(self) -> None:
         self._store.settle(self._store)
+
+    def enter(self, layer: int, *, new_batch: bool = False) -> None:
+        self._store.enter(self._store, layer, new_batch)
+
+    def expect(self, layer: int, experts: Mapping[int, float]) -> None:
+        """Of each expert its confidence."""
+        which, confidences = ffi.new("int32_t[]", list(experts)), ffi.new("float[]", list(experts.values()))
+        self._store.expect(self._store, layer, which, confidences, len(experts))
+
+    def holds(self, layer: int) -> list[int]:
+        """Experts of the layer that are in memory."""
+        held = ffi.new("bool[]", n := self.source.layers[layer].n_experts)
+        self._store.holds(self._store, layer, n, held)
+        return [expert for expert in range(n) if held[expert]]
+
+    def pace(self, rate: int) -> None:
+        """Bytes per second at which reads arrive from now on; 0: as they come."""
+        assert self._store.pace(self._store, rate) == 0
+
+    def stop(self) -> None:
+        self._store.stop(self._store)
 
     def fair_share(self, layer: int) -> int:
         return self._store.fair_share(self._store, layer)

@@ -85,8 +85,17 @@ class Engine:
         self._notes: list[str] = [*_openmp.notes()]
         self._decode_ns = 0
         self._verdict = 0
+        self._require_editable()
         if options.replay is not None:
             self._replay(RoutingTrace.read(options.replay))
+
+    def _require_editable(self) -> None:
+        """Refuses what changes the choice of experts, where routers are computed out of reach."""
+        named = "replay=" if self.options.replay is not None else "cache_aware=" if self.options.cache_aware else None
+        if named and not self.router_type():
+            path = self.description.path
+            self.close()
+            raise OptionError(f"{path}: its routers are quantised, and what these choose cannot be changed; leave out {named}, or take a file that keeps them in F32")
 
     def _replay(self, trace: RoutingTrace) -> None:
         replay, model = os.fspath(self.options.replay), self.description
