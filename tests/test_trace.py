@@ -233,9 +233,9 @@ def test_a_trace_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypat
 
 @contextlib.contextmanager
 def loaded(path: Path, cache: int | None = None, *, policy: str = "lru", **options: Any) -> Iterator[Llama]:
-    """Plain kernels and the smallest cache, or a given one."""
+    """Plain kernels and the smallest cache, or a given one; nothing guessed, so that hits are those of the policy alone."""
     cache = cache or describe(path).minimum_cache_bytes
-    streaming = ExpertStreaming(kernels="plain", reader="pread", cache=cache, policy=policy)
+    streaming = ExpertStreaming(kernels="plain", reader="pread", cache=cache, policy=policy, prefetch="off")
     options = {"n_ctx": 128, "n_threads": 1, "n_threads_batch": 1, "verbose": False, **options}
     with contextlib.closing(Llama(str(path), expert_streaming=streaming, **options)) as llm:
         yield llm
