@@ -95,7 +95,7 @@ static int by_falling_score(const float *scores, int32_t a, int32_t b) { return 
 /* To where odds are compared by subtraction. */
 static void take_logarithms(float *scores, int n, enum ms_scores kind) {
     for (int e = 0; e < n && kind != MS_SCORES_LOGITS; e++) {
-        float share = fmaxf(scores[e], FLT_MIN);
+        float share = scores[e] < FLT_MIN ? FLT_MIN : scores[e]; /* what is no number stays none */
         scores[e] = logf(share) - (kind == MS_SCORES_SIGMOIDS ? logf(fmaxf(1 - share, FLT_EPSILON)) : 0);
     }
 }
@@ -116,6 +116,8 @@ static uint64_t prefer_held(const float *scores, int n_experts, const bool *held
     sort_by_score(scores, taken, n);
     float last = scores[taken[n - 1]], margin_odds = -log1pf(-margin);
     int n_taken = 0;
+    for (int i = 0; i < n; i++)
+        if (isnan(scores[chosen[i]])) return 0;
     while (n_taken < n && scores[taken[n_taken]] > last + margin_odds) n_taken++; /* sorted: the sure ones are first */
     for (int pass = 0; pass < 2; pass++)
         while (n_taken < n) {
@@ -123,7 +125,7 @@ static uint64_t prefer_held(const float *scores, int n_experts, const bool *held
             if (e < 0) break;
             taken[n_taken++] = e;
         }
-    if (n_taken < n) return 0; /* scores that are no numbers */
+    if (n_taken < n) return 0;
     uint64_t replaced = 0;
     for (int i = 0; i < n; i++) replaced += !contains(chosen, n, taken[i]);
     if (replaced) {
