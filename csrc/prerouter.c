@@ -114,13 +114,6 @@ static void learn(struct ms_prerouter *prerouter, const struct prediction *predi
 
 /* ------------------------------------------------------------ saying it */
 
-/* What is known goes to the store whole, of what is guessed only what is probable enough. */
-static void tell_known(struct ms_prerouter_model *model, int layer, const struct prediction *prediction) {
-    float confidences[MOST_RANKS];
-    for (int r = 0; r < prediction->n; r++) confidences[r] = 1;
-    model->store->expect(model->store, layer, prediction->experts, confidences, prediction->n);
-}
-
 static bool find_held(struct ms_prerouter *prerouter, const struct ms_prerouter_model *model, int l) {
     int n = model->source->layers[l].n_experts;
     if (n > prerouter->n_held) {
@@ -131,6 +124,13 @@ static bool find_held(struct ms_prerouter *prerouter, const struct ms_prerouter_
     }
     model->store->holds(model->store, l, n, prerouter->held);
     return true;
+}
+
+/* What is known goes to the store whole, of what is guessed only what is probable enough. */
+static void tell_known(struct ms_prerouter_model *model, int layer, const struct prediction *prediction) {
+    float confidences[MOST_RANKS];
+    for (int r = 0; r < prediction->n; r++) confidences[r] = 1;
+    model->store->expect(model->store, layer, prediction->experts, confidences, prediction->n);
 }
 
 static void tell_guess(struct ms_prerouter *prerouter, struct ms_prerouter_model *model, int l, int depth) {
@@ -184,7 +184,9 @@ static void know(struct ms_prerouter *prerouter, struct ms_prerouter_model *mode
         for (int i = 0; i < n && known->n < MOST_RANKS; i++)
             if (!contains(known->experts, known->n, replayed[i])) known->experts[known->n++] = replayed[i];
     }
-    if (known->n) tell_known(model, l, known);
+    if (known->n == 0 || !find_held(prerouter, model, l)) return;
+    for (int r = 0; r < known->n; r++) known->held[r] = prerouter->held[known->experts[r]];
+    tell_known(model, l, known);
 }
 
 static uint64_t next_random(struct ms_prerouter *prerouter) {

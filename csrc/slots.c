@@ -178,6 +178,7 @@ static int begin_locked(struct slots *pool, int layer, const int32_t *experts, i
         pool->counters.misses++;
         pinned++;
     }
+    if (room == MS_ROOM_ALL) ms_slots_give_up_mistaken(pool, layer);
     ms_slots_submit(pool, reads);
     return pinned;
 }

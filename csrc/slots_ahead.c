@@ -196,6 +196,15 @@ void ms_slots_give_up_partials(struct slots *pool, const struct class *class, in
     ms_slots_drop_passed(pool);
 }
 
+/* A layer has said all that it wants: what else is half read for it was a mistake. */
+void ms_slots_give_up_mistaken(struct slots *pool, int layer) {
+    for (int i = 0; i < MOST_PARTIAL; i++) {
+        const struct slot *slot = pool->partials[i].slot;
+        if (slot && slot->ahead && slot->layer == layer && slot->due <= pool->position) pool->partials[i].given_up = true;
+    }
+    ms_slots_drop_passed(pool);
+}
+
 /* ------------------------------------------------------------ in which order */
 
 /* Submits with the mutex let go, for a reader may call read_done at once. */

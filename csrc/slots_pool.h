@@ -163,6 +163,7 @@ void ms_slots_drop_passed(struct slots *pool);
 void ms_slots_submit(struct slots *pool, struct asked reads);
 void ms_slots_read_expected(struct slots *pool);
 void ms_slots_give_up_partials(struct slots *pool, const struct class *class, int layer, const int32_t *experts, int n);
+void ms_slots_give_up_mistaken(struct slots *pool, int layer);
 void ms_slots_enter(struct ms_store *store, int layer, bool new_batch);
 void ms_slots_expect(struct ms_store *store, int layer, const int32_t *experts, const float *confidences, int n);
 void ms_slots_holds(struct ms_store *store, int layer, int n_experts, bool *held);

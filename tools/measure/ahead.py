@@ -29,8 +29,7 @@ __all__ = ["Effort", "Prepared", "Turn", "prepared"]
 SETTLES_TOKENS = 3  # after a change of arm or disk
 PROMPT_TOKENS = 512
 TRIAL_TOKENS = 120
-CONTEXT = 2048
-RESTART = 1900  # tokens after which a context is begun anew
+CONTEXT = 512
 FASTEST = 0.95  # of the disk's own bandwidth: the most that it can be slowed down to
 
 
@@ -110,13 +109,14 @@ class Prepared:
             first = turn % len(arms)
             for arm in [*arms[first:], *arms[:first]]:
                 self._feed(SETTLES_TOKENS, arm, rate)
-                turns[arm].append(self._feed(self.effort.tokens, arm, rate))
+                turns[arm].append(self._feed(self.effort.tokens, arm, rate, after_last=True))
         return {arm: self._summed(arm, feeds, rate or self.disk) for arm, feeds in turns.items()}
 
-    def _feed(self, n: int, arm: str, rate: float) -> Feed:
+    def _feed(self, n: int, arm: str, rate: float, *, after_last: bool = False) -> Feed:
+        """From an empty context, so that attention takes what it took when the limit was measured."""
         tokens = [self.stream[(self._at + i) % len(self.stream)] for i in range(n)]
         self._at += n
-        return self.session.feed(tokens, after_last=self._at % RESTART > n, prefetch=arm, read_rate=rate)
+        return self.session.feed(tokens, after_last=after_last, prefetch=arm, read_rate=rate)
 
     def _summed(self, arm: str, feeds: list[Feed], rate: float) -> Turn:
         def per_token(name: str) -> float:
