@@ -15,8 +15,10 @@ import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import numpy as np
 
 import moestream
 
@@ -49,6 +51,7 @@ class Turn:
 
     Attributes:
         limit_s: The longer of computing and reading what was needed and not in memory.
+        share: Of the limit's speed, the limit being that of each turn: some miss more than others.
         read_s: The latter, on this disk.
         wait_s: Computation blocked.
     """
@@ -56,6 +59,7 @@ class Turn:
     arm: str
     token_s: float
     limit_s: float
+    share: float
     read_s: float
     wait_s: float
     needed_bytes: float
@@ -66,10 +70,6 @@ class Turn:
     @property
     def tokens_per_s(self) -> float:
         return 1 / self.token_s
-
-    @property
-    def share(self) -> float:
-        return self.limit_s / self.token_s
 
 
 @dataclass
@@ -125,14 +125,17 @@ class Prepared:
         slot = feeds[0].experts["slot_bytes"]
         found = sum(feed.experts["hits"] for feed in feeds)
         missed = sum(feed.experts["misses"] for feed in feeds)
-        needed = missed / sum(len(feed.token_s) for feed in feeds) * slot
+        seconds = [sum(feed.token_s) / len(feed.token_s) for feed in feeds]
+        needed = [feed.experts["misses"] / len(feed.token_s) * slot for feed in feeds]
+        limits = [max(self.compute_s, bytes / rate) for bytes in needed]
         return Turn(
             arm=arm,
-            token_s=statistics.median(sum(feed.token_s) / len(feed.token_s) for feed in feeds),
-            limit_s=max(self.compute_s, needed / rate),
-            read_s=needed / rate,
+            token_s=statistics.median(seconds),
+            limit_s=statistics.median(limits),
+            share=statistics.median(limit / taken for limit, taken in zip(limits, seconds, strict=True)),
+            read_s=statistics.median(needed) / rate,
             wait_s=per_token("wait_s"),
-            needed_bytes=needed,
+            needed_bytes=statistics.median(needed),
             wasted_bytes=per_token("wasted_bytes"),
             attention_s=per_token("attention_s"),
             hit_rate=found / (found + missed),
@@ -191,11 +194,11 @@ def _folder() -> Iterator[Path]:
 
 
 def _routing(described: moestream.ModelDescription, like: str, top_k: int, effort: Effort, folder: Path) -> Path:
+    """For the layers and experts of the model. Of fewer experts than the model's own the first of them are taken, as it would."""
     layers, experts = len(described.moe_layers), described.moe_layers[0].experts
-    trace = moestream.synthesise_trace(
-        like=like, tokens=effort.trace_tokens, layers=layers, experts=experts, top_k=top_k, seed=1
-    )
-    trace.write(folder / "routing.trace")
+    trace = moestream.synthesise_trace(like=like, tokens=effort.trace_tokens, layers=layers, experts=experts, seed=1)
+    first = {name: np.ascontiguousarray(getattr(trace, name)[:, :, :top_k]) for name in ("experts", "weights")}
+    replace(trace, **first).write(folder / "routing.trace")
     return folder / "routing.trace"
 
 

@@ -174,8 +174,8 @@ def accuracy(bench: Bench) -> Iterator[Figure]:
     for letter, kind in quality.MODELS.items():
         for prefetch in ("router+lookahead", "repeat"):
             stats = _predicted(bench, kind, prefetch)
-            for found in stats["predictions"]:
-                name = f"accuracy[{letter} {found['name'] if prefetch != 'repeat' else 'repeat, ' + found['name']}]"
+            for found in stats["predictions"][: 1 if prefetch == "repeat" else None]:
+                name = f"accuracy[{letter} {'repeat' if prefetch == 'repeat' else found['name']}]"
                 exact = found["name"] == "router"
                 yield Figure(f"{name}.recall", found["recall"], at_least=1.0 if exact else None)
                 yield Figure(f"{name}.exact_sets", found["exact"], at_least=1.0 if exact else None)
