@@ -278,9 +278,9 @@ static int layer_of_order(const struct ms_experts *experts, const struct ggml_te
 }
 
 static void edit_choice(struct ms_experts *experts, const struct ms_experts_model *model, int layer, enum ms_scores scores, struct ggml_tensor *order) {
-    int n = model->source->n_experts_used;
+    int n = ms_experts_used(model->source, layer);
     arrive(experts, model, (struct step){STEP_ROUTER, layer}, (int)order->ne[1]);
-    ms_routing_edit(model->routing, model->store, layer, order->src[0], scores, order, n < order->ne[0] ? n : (int)order->ne[0]);
+    ms_routing_edit(model->routing, model->store, layer, order->src[0], scores, order, n < order->ne[0] ? n : (int)order->ne[0]); /* TOP_K has no more than it chose */
 }
 
 /* Tells who guesses of the state before attention, where the node is the norm of it. */

@@ -111,7 +111,7 @@ typedef struct ms_engine_options {
     int experts_used;   /* top-k in place of the file's, or 0 */
     int predictors;     /* enum ms_predictors; 0: experts are read when they are wanted */
     bool automatic;     /* guesses (all but the router's) only where a trial says that they pay */
-    float cache_aware;  /* a cached expert is chosen if its score is at least 1 - this of the last one chosen; 0: off */
+    float cache_aware;  /* a cached expert is chosen if its odds are at least 1 - this of those of the last one chosen; 0: off */
     const char *policy; /* "lru", "lfu", "lrfu": which expert is given up first; the mmap reader has no use for it */
 } ms_engine_options;
 

@@ -31,8 +31,7 @@ struct layer {
 };
 
 struct ms_prerouter {
-    int n_layers;
-    struct layer *layers;
+    struct layer *layers; /* of the model's; NULL before the first */
     /* How often an expert of that rank was chosen; those that were in memory apart, for what is there was used before
      * and is chosen more often than what is not, whoever names it. */
     float confidence[2][MS_DEPTHS][MOST_RANKS];
@@ -74,17 +73,8 @@ void ms_prerouter_free(struct ms_prerouter *prerouter) {
 }
 
 static struct layer *layer_of(struct ms_prerouter *prerouter, const struct ms_prerouter_model *model, int layer) {
-    if (!prerouter->layers) {
-        prerouter->n_layers = model->source->n_layers;
-        prerouter->layers = calloc((size_t)prerouter->n_layers, sizeof *prerouter->layers);
-    }
+    if (!prerouter->layers) prerouter->layers = calloc((size_t)model->source->n_layers, sizeof *prerouter->layers);
     return prerouter->layers ? &prerouter->layers[layer] : NULL;
-}
-
-static bool contains(const int32_t *list, int n, int32_t x) {
-    for (int i = 0; i < n; i++)
-        if (list[i] == x) return true;
-    return false;
 }
 
 /* ------------------------------------------------------------ what was said against what came */
@@ -92,7 +82,7 @@ static bool contains(const int32_t *list, int n, int32_t x) {
 static void count(struct ms_prediction_counters *counters, const struct prediction *prediction, const int32_t *chosen, int n) {
     if (prediction->n == 0) return;
     int recalled = 0, said = prediction->n < n ? prediction->n : n;
-    for (int r = 0; r < said; r++) recalled += contains(chosen, n, prediction->experts[r]);
+    for (int r = 0; r < said; r++) recalled += ms_contains(chosen, n, prediction->experts[r]);
     __atomic_fetch_add(&counters->layers, 1, __ATOMIC_RELAXED);
     __atomic_fetch_add(&counters->experts, (uint64_t)n, __ATOMIC_RELAXED);
     __atomic_fetch_add(&counters->recalled, (uint64_t)recalled, __ATOMIC_RELAXED);
@@ -100,7 +90,7 @@ static void count(struct ms_prediction_counters *counters, const struct predicti
         int rank = r < MS_RANKS ? r : MS_RANKS - 1;
         if (prediction->held[r]) continue;
         __atomic_fetch_add(&counters->absent[rank], 1, __ATOMIC_RELAXED);
-        __atomic_fetch_add(&counters->absent_right[rank], (uint64_t)contains(chosen, n, prediction->experts[r]), __ATOMIC_RELAXED);
+        __atomic_fetch_add(&counters->absent_right[rank], (uint64_t)ms_contains(chosen, n, prediction->experts[r]), __ATOMIC_RELAXED);
     }
     __atomic_fetch_add(&counters->exact, (uint64_t)(recalled == n), __ATOMIC_RELAXED);
 }
@@ -108,7 +98,7 @@ static void count(struct ms_prediction_counters *counters, const struct predicti
 static void learn(struct ms_prerouter *prerouter, const struct prediction *prediction, int depth, const int32_t *chosen, int n) {
     for (int r = 0; r < prediction->n; r++) {
         float *confidence = &prerouter->confidence[prediction->held[r]][depth][r];
-        *confidence += LEARNING * ((contains(chosen, n, prediction->experts[r]) ? 1.0f : 0.0f) - *confidence);
+        *confidence += LEARNING * ((ms_contains(chosen, n, prediction->experts[r]) ? 1.0f : 0.0f) - *confidence);
     }
 }
 
@@ -156,14 +146,9 @@ static bool predicts(const struct ms_prerouter *prerouter, const struct ms_prero
     return model->predictors && (!model->automatic || prerouter->misses >= LEAST_MISSES);
 }
 
-static int n_used(const struct ms_prerouter_model *model, int layer) {
-    int k = model->source->n_experts_used, n = model->source->layers[layer].n_experts;
-    return k < n ? k : n;
-}
-
 /* Some more than will be chosen: the first that is not may be nearly as probable as the last that is. */
 static int n_candidates(const struct ms_prerouter_model *model, int layer) {
-    int n = n_used(model, layer) * 3 / 2, most = model->source->layers[layer].n_experts;
+    int n = ms_experts_used(model->source, layer) * 3 / 2, most = model->source->layers[layer].n_experts;
     if (n > most) n = most;
     return n < MOST_RANKS ? n : MOST_RANKS;
 }
@@ -174,7 +159,7 @@ static const float *state_of(const struct ggml_tensor *state, int64_t t) { retur
 
 /* The choice itself, of all tokens of a small batch. */
 static void know(struct ms_prerouter *prerouter, struct ms_prerouter_model *model, int l, const struct ggml_tensor *state, struct prediction *known) {
-    int k = n_used(model, l);
+    int k = ms_experts_used(model->source, l);
     known->n = 0;
     for (int64_t t = 0; t < state->ne[1]; t++) {
         int32_t chosen[MOST_RANKS];
@@ -182,7 +167,7 @@ static void know(struct ms_prerouter *prerouter, struct ms_prerouter_model *mode
         const int32_t *replayed = chosen;
         if (n && ms_routing_replays(model->routing)) replayed = ms_routing_row(model->routing, l, (int)t, &n);
         for (int i = 0; i < n && known->n < MOST_RANKS; i++)
-            if (!contains(known->experts, known->n, replayed[i])) known->experts[known->n++] = replayed[i];
+            if (!ms_contains(known->experts, known->n, replayed[i])) known->experts[known->n++] = replayed[i];
     }
     if (known->n == 0 || !find_held(prerouter, model, l)) return;
     for (int r = 0; r < known->n; r++) known->held[r] = prerouter->held[known->experts[r]];
@@ -207,10 +192,10 @@ static void make_up(struct ms_prerouter *prerouter, const struct ms_prerouter_mo
     for (int i = 0; i < n_row && i < MOST_RANKS; i++) {
         bool found = (double)(next_random(prerouter) >> 11) / (double)(1ull << 53) < 1 - (1 - model->recall[depth]) * (2 * i + 1) / n_row;
         int32_t expert = row[i];
-        for (int tries = 0; tries < 64 && (!found || contains(prediction->experts, prediction->n, expert)); tries++) {
+        for (int tries = 0; tries < 64 && (!found || ms_contains(prediction->experts, prediction->n, expert)); tries++) {
             const int32_t *nearby = ms_routing_row(model->routing, l, (int)(next_random(prerouter) % (2 * NEARBY_TOKENS + 1)) - NEARBY_TOKENS, &n);
             expert = tries < 32 ? nearby[next_random(prerouter) % (uint64_t)n] : (int32_t)(next_random(prerouter) % (uint64_t)n_experts);
-            found = !contains(row, n_row, expert);
+            found = !ms_contains(row, n_row, expert);
         }
         prediction->experts[prediction->n++] = expert;
     }
@@ -235,9 +220,9 @@ static void guess_randomly(struct ms_prerouter *prerouter, struct ms_prerouter_m
     struct prediction *prediction = &layer_of(prerouter, model, l)->ahead[depth];
     float confidences[MOST_RANKS];
     prediction->n = 0;
-    for (int i = 0, k = n_used(model, l); i < k && i < MOST_RANKS; i++) {
+    for (int i = 0, k = ms_experts_used(model->source, l); i < k && i < MOST_RANKS; i++) {
         int32_t expert = (int32_t)(next_random(prerouter) % (uint64_t)model->source->layers[l].n_experts);
-        if (contains(prediction->experts, prediction->n, expert)) continue;
+        if (ms_contains(prediction->experts, prediction->n, expert)) continue;
         confidences[prediction->n] = FIRST_CONFIDENCE;
         prediction->experts[prediction->n++] = expert;
     }
@@ -300,7 +285,7 @@ static void remember(struct ms_prerouter *prerouter, struct ms_prerouter_model *
     int n = 0;
     for (int64_t t = 0; t < ids->ne[1]; t++)
         for (int64_t k = 0; k < ids->ne[0] && n < MOST_RANKS; k++)
-            if (!contains(chosen, n, ms_choice(ids, k, t))) chosen[n++] = ms_choice(ids, k, t);
+            if (!ms_contains(chosen, n, ms_choice(ids, k, t))) chosen[n++] = ms_choice(ids, k, t);
     count(&model->known, &layer->known, chosen, n);
     layer->known.n = 0;
     for (int d = 0; d < MS_DEPTHS; d++) {

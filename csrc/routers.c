@@ -131,13 +131,14 @@ static bool read_input(struct router *router, const struct ggml_tensor *input, c
     return true;
 }
 
-static bool read_router(struct router *router, const struct ggml_tensor *ids, const struct ggml_tensor *state) {
+/* Returns the product with the router's weight; NULL: the router is not understood. */
+static const struct ggml_tensor *read_router(struct router *router, const struct ggml_tensor *ids, const struct ggml_tensor *state) {
     const struct ggml_tensor *order = order_of(ids), *product = order ? read_scores(router, order->src[0]) : NULL;
-    if (!product || product->src[0]->op != GGML_OP_NONE || !product->src[0]->data) return false;
-    if (ggml_is_quantized(product->src[0]->type)) return false; /* llama.cpp may have interleaved its rows */
+    if (!product || product->src[0]->op != GGML_OP_NONE || !product->src[0]->data) return NULL;
+    if (ggml_is_quantized(product->src[0]->type)) return NULL; /* llama.cpp may have interleaved its rows */
     router->weight = product->src[0];
-    if (order->src[0]->ne[0] != router->weight->ne[1]) return false; /* an order of groups */
-    return read_input(router, product->src[1], state);
+    if (order->src[0]->ne[0] != router->weight->ne[1]) return NULL; /* an order of groups */
+    return read_input(router, product->src[1], state) ? product : NULL;
 }
 
 void ms_routers_learn(struct ms_routers *routers, int layer, const struct ggml_tensor *ids, const struct ggml_tensor *state) {
@@ -169,9 +170,9 @@ const struct ggml_tensor *ms_router_of_order(const struct ggml_tensor *order, en
 
 const float *ms_router_state(const struct ggml_tensor *ids, float **copy) {
     struct router router = {0};
-    if (!read_router(&router, ids, NULL)) return NULL;
-    struct router again = {0};
-    const struct ggml_tensor *weighted = behind_views(read_scores(&again, order_of(ids)->src[0])->src[1]), *state = weighted->src[0]->src[0];
+    const struct ggml_tensor *product = read_router(&router, ids, NULL);
+    if (!product) return NULL;
+    const struct ggml_tensor *weighted = behind_views(product->src[1]), *state = weighted->src[0]->src[0];
     if (state->type != GGML_TYPE_F32) return NULL;
     if (state->data != weighted->data) return state->data;
     int64_t columns = router.norm->ne[0];

@@ -76,17 +76,11 @@ const int32_t *ms_routing_row(const struct ms_routing *routing, int layer, int t
 
 static int32_t *order_row(struct ggml_tensor *order, int64_t t) { return (int32_t *)((char *)order->data + t * (int64_t)order->nb[1]); }
 
-static bool contains(const int32_t *list, int n, int32_t x) {
-    for (int i = 0; i < n; i++)
-        if (list[i] == x) return true;
-    return false;
-}
-
 /* The best expert not in `taken` with a score within [low, high] that is held, or any; -1: there is none. */
 static int32_t best(const float *scores, int n_experts, const bool *held, bool must_be_held, float low, float high, const int32_t *taken, int n_taken) {
     int32_t found = -1;
     for (int32_t e = 0; e < n_experts; e++)
-        if (scores[e] >= low && scores[e] <= high && (held[e] || !must_be_held) && (found < 0 || scores[e] > scores[found]) && !contains(taken, n_taken, e)) found = e;
+        if (scores[e] >= low && scores[e] <= high && (held[e] || !must_be_held) && (found < 0 || scores[e] > scores[found]) && !ms_contains(taken, n_taken, e)) found = e;
     return found;
 }
 
@@ -127,7 +121,7 @@ static uint64_t prefer_held(const float *scores, int n_experts, const bool *held
         }
     if (n_taken < n) return 0;
     uint64_t replaced = 0;
-    for (int i = 0; i < n; i++) replaced += !contains(chosen, n, taken[i]);
+    for (int i = 0; i < n; i++) replaced += !ms_contains(chosen, n, taken[i]);
     if (replaced) {
         sort_by_score(scores, taken, n);
         memcpy(chosen, taken, (size_t)n * sizeof *taken);

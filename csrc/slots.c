@@ -48,14 +48,10 @@ size_t ms_slot_bytes(const struct ms_source *source, const struct ms_layer *laye
 
 static bool is_wanted(const bool *wanted, int layer) { return !wanted || wanted[layer]; }
 
-static int used_experts(const struct ms_source *source, const struct ms_layer *layer) {
-    return source->n_experts_used < layer->n_experts ? source->n_experts_used : layer->n_experts;
-}
-
 uint64_t ms_slots_minimum_bytes(const struct ms_source *source, const bool *wanted) {
     uint64_t bytes = 0;
     for (int l = 0; l < source->n_layers; l++)
-        if (is_wanted(wanted, l)) bytes += (uint64_t)used_experts(source, &source->layers[l]) * ms_slot_bytes(source, &source->layers[l]);
+        if (is_wanted(wanted, l)) bytes += (uint64_t)ms_experts_used(source, l) * ms_slot_bytes(source, &source->layers[l]);
     return bytes;
 }
 
@@ -444,7 +440,7 @@ int ms_slots_open(struct ms_source *source, struct ms_reader *reader, const stru
         ls->class = class_for(pool, ms_slot_bytes(source, layer));
         ls->first_key = ls->class->n_experts;
         ls->class->n_experts += (uint64_t)layer->n_experts;
-        ls->class->n_minimum += used_experts(source, layer);
+        ls->class->n_minimum += ms_experts_used(source, l);
         ls->slot_of = malloc(sizeof(int) * (size_t)layer->n_experts);
         if (!ls->slot_of) rc = ms_fail(-ENOMEM, err, errlen, "out of memory");
         for (int e = 0; e < layer->n_experts && rc == 0; e++) ls->slot_of[e] = -1;

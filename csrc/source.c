@@ -567,6 +567,11 @@ int ms_source_check(struct ms_source *source, int index, char *err, size_t errle
     return 0;
 }
 
+int ms_experts_used(const struct ms_source *source, int layer) {
+    int n_experts = source->layers[layer].n_experts;
+    return source->n_experts_used < n_experts ? source->n_experts_used : n_experts;
+}
+
 int ms_source_find(const struct ms_source *source, const char *tensor_name, int *matrix) {
     for (int l = 0; l < source->n_layers; l++)
         for (int m = 0; m < source->layers[l].n_matrices; m++)

@@ -118,6 +118,9 @@ uint64_t ms_source_disk_bytes(const struct ms_source *source);
  * alone is forgiven when the header is the same; another model is -ESTALE. */
 int ms_source_check(struct ms_source *source, int file, char *err, size_t errlen);
 
+/* Experts that a token takes in this layer. */
+int ms_experts_used(const struct ms_source *source, int layer);
+
 /* Finds a tensor among the experts: its layer index, and its matrix in *matrix. -1 if absent. */
 int ms_source_find(const struct ms_source *source, const char *tensor_name, int *matrix);
 

@@ -2,6 +2,7 @@
 #ifndef MS_TENSOR_H
 #define MS_TENSOR_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -10,6 +11,13 @@
 /* Choice k of token t: which expert, or index of one. ids: I32 {choices, tokens}. */
 static inline int32_t ms_choice(const struct ggml_tensor *ids, int64_t k, int64_t t) {
     return *(const int32_t *)((const char *)ids->data + t * (int64_t)ids->nb[1] + k * (int64_t)ids->nb[0]);
+}
+
+/* Is x among n choices? */
+static inline bool ms_contains(const int32_t *choices, int n, int32_t x) {
+    for (int i = 0; i < n; i++)
+        if (choices[i] == x) return true;
+    return false;
 }
 
 /* Row {k, t} of an F32 tensor {values, choices, tokens}; one that is the same for all choices has one of them. */
