@@ -256,7 +256,7 @@ class Engine:
             self._decode_ns += time.perf_counter_ns() - began
             if self._engine is not None and (verdict := lib.ms_engine_verdict(self._engine)) != self._verdict:
                 self._verdict = verdict
-                logger.info("%s", self._prefetch_notes()[-1])
+                logger.info("%s", self._prefetch_notes(lib.ms_engine_stats(self._engine))[-1])
 
     def set_prefetch(self, prefetch: str) -> None:
         """As the option, from the next token on; the model must have been loaded with one other than "off"."""
@@ -276,8 +276,8 @@ class Engine:
         found = ((name, lib.ms_engine_predictions(self._open, depth)) for depth, name in _DEPTHS.items())
         return tuple(Predictions(name, c.layers, c.recalled / c.experts, c.exact / c.layers, tuple(right / said if said else 0.0 for right, said in zip(c.absent_right, c.absent, strict=True))) for name, c in found if c.layers)
 
-    def _prefetch_notes(self) -> list[str]:
-        """What is read ahead, once it is known."""
+    def _prefetch_notes(self, s: Any) -> list[str]:
+        """What is read ahead, once it is known; s: the ms_stats."""
         if not self.options.predictors:
             return []
         notes = []
@@ -285,7 +285,6 @@ class Engine:
         known = lib.ms_engine_layers_known(self._open, reads_state)
         if known and reads_state[0] and "router" in self.options.predictors:
             notes.append("prefetch: this model chooses a layer's experts before its attention, and they are read during it")
-        s = lib.ms_engine_stats(self._open)
         if s.verdict:
             times = f"a token takes {s.trial_with_ns / 1e6:.3g} ms with, {s.trial_without_ns / 1e6:.3g} ms without"
             notes.append(f"prefetch: guessing {'pays' if s.verdict > 0 else 'does not pay'} here ({times}) and is {'on' if s.verdict > 0 else 'off'}")
@@ -299,7 +298,7 @@ class Engine:
         s = lib.ms_engine_stats(self._open)
         model = self.description
         kernels = "plain" if not s.matrices_interleaved else "mixed" if s.matrices_plain else "interleaved"
-        notes = [*text(lib.ms_engine_notes(self._open)).splitlines(), *self._notes, *self._prefetch_notes()]
+        notes = [*text(lib.ms_engine_notes(self._open)).splitlines(), *self._notes, *self._prefetch_notes(s)]
         return ExpertStats(
             tokens=s.tokens,
             hits=s.hits,

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import dataclasses
 import html
 import importlib.resources
 import json
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -16,7 +14,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from ._timeline_summary import OUTCOMES, evaluations_of, window_of_events, windows_of
+from ._timeline_events import EventKind, Outcome
+from ._timeline_summary import evaluations_of, window_of_events, windows_of
+from ._whole_file import writing_whole
 from .errors import OptionError, OutputError
 
 if TYPE_CHECKING:
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["require_suffix", "write"]
 
-_KINDS = ("attention", "router", "experts", "wait", "read", "predict", "other")
-_READ = _KINDS.index("read")
 _COLUMNS = {
     "begin": np.uint32,
     "duration": np.uint32,
@@ -42,18 +40,8 @@ _COLUMNS = {
 def write(timeline: Timeline, path: Path) -> None:
     """See `Timeline.write`."""
     require_suffix(path)
-    part = Path(f"{path}.part")
-    try:
-        with open(part, "wb") as file:
-            _WRITERS[path.suffix](timeline, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except OSError as exc:
-        raise OutputError(f"{path}: cannot be written: {exc.strerror or exc}") from exc
-    finally:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
+    with writing_whole(path, OutputError) as file:
+        _WRITERS[path.suffix](timeline, file)
 
 
 def require_suffix(path: Path) -> None:
@@ -95,7 +83,7 @@ def _write_json(timeline: Timeline, file: BinaryIO) -> None:
 def _trace_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
     events = timeline.events
     start = int(events["begin_ns"].min()) if len(events) else 0
-    reads, computing = events[events["kind"] == _READ], events[events["kind"] != _READ]
+    reads, computing = events[events["kind"] == EventKind.READ], events[events["kind"] != EventKind.READ]
     rows = _rows(reads)
     threads = [("compute", 1, 1, "tokens"), ("compute", 1, 2, "layers")]
     threads += [("I/O", 2, row + 1, f"reads {row + 1}") for row in range(int(rows.max()) + 1 if len(rows) else 1)]
@@ -112,13 +100,13 @@ def _trace_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
     for begin, end, label in _evaluations(timeline):
         yield complete(label, "token", begin, end, 1, 1)
     for event in computing:
-        name = _KINDS[event["kind"]]
+        name = EventKind(event["kind"]).name.lower()
         layer = {"layer": int(event["block"])} if event["block"] >= 0 else {}
         title = f"{name} {layer['layer']}" if layer else name
         args = {**layer, "tokens": int(event["tokens"])}
         yield complete(title, name, event["begin_ns"], event["end_ns"], 1, 2, **args)
     for row, event in zip(rows, reads, strict=True):
-        outcome, layer, expert = OUTCOMES[event["outcome"]], int(event["block"]), int(event["expert"])
+        outcome, layer, expert = Outcome(event["outcome"]).name.lower(), int(event["block"]), int(event["expert"])
         args = {"layer": layer, "expert": expert, "outcome": outcome, "bytes": int(event["bytes"])}
         title = f"{outcome} L{layer} e{expert}"
         yield complete(title, outcome, event["begin_ns"], event["end_ns"], 2, int(row) + 1, **args)

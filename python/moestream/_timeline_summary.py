@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ._timeline_events import EventKind, Outcome
+
 __all__ = [
     "EVALUATION",
     "WINDOW",
@@ -23,10 +25,6 @@ __all__ = [
     "window_of_events",
     "windows_of",
 ]
-
-_ATTENTION, _ROUTER, _EXPERTS, _WAIT, _READ, _PREDICT, _OTHER = range(7)
-_DEMAND, _PENDING, _USEFUL, _LATE, _WASTED = range(5)
-OUTCOMES = ("demand", "pending", "useful", "late", "wasted")
 
 EVALUATION = np.dtype([("begin", np.int64), ("end", np.int64), ("tokens", np.int64)])
 """Times in nanoseconds, and the tokens of the batch."""
@@ -57,7 +55,7 @@ WINDOW = np.dtype(
 class LayerTimes:
     """What a layer took in all windows, or all layers together. Times are sums, in seconds.
 
-    The names in parentheses are those of specs/smallthinker.md.
+    The names in parentheses are those of docs/timeline.md.
     """
 
     layer: int | None
@@ -127,13 +125,17 @@ def summarise(events: npt.NDArray[Any], layers: tuple[int, ...], *, prompt: bool
     taken = (evaluations["tokens"] > 1) == prompt
     windows = windows[taken[windows["evaluation"]]]
     events = events[np.isin(evaluation, np.flatnonzero(taken))]
-    evaluations, reads, computing = evaluations[taken], events[events["kind"] == _READ], events[events["kind"] != _READ]
+    evaluations, reads, computing = (
+        evaluations[taken],
+        events[events["kind"] == EventKind.READ],
+        events[events["kind"] != EventKind.READ],
+    )
     return TimelineSummary(
         evaluations=len(evaluations),
         tokens=int(evaluations["tokens"].sum()),
         wall_s=int((evaluations["end"] - evaluations["begin"]).sum()) / 1e9,
-        other_s=_seconds(events, _OTHER),
-        predict_s=(_union_ns(computing) - _union_ns(computing[computing["kind"] != _PREDICT])) / 1e9,
+        other_s=_seconds(events, EventKind.OTHER),
+        predict_s=(_union_ns(computing) - _union_ns(computing[computing["kind"] != EventKind.PREDICT])) / 1e9,
         reading_s=_union_ns(reads) / 1e9,
         total=_layer_times(None, windows, reads),
         layers=tuple(
@@ -144,7 +146,7 @@ def summarise(events: npt.NDArray[Any], layers: tuple[int, ...], *, prompt: bool
 
 def evaluations_of(events: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
     """The evaluations (:data:`EVALUATION`) in their order, and for each event the index of its one; -1: none."""
-    reads = events["kind"] == _READ
+    reads = events["kind"] == EventKind.READ
     batches, places = np.unique(events["batch"][~reads], return_inverse=True)
     evaluations = np.zeros(len(batches), EVALUATION)
     evaluations["begin"] = _lowest(len(batches), places, events["begin_ns"][~reads])
@@ -160,19 +162,24 @@ def windows_of(events: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """The windows (:data:`WINDOW`), one for each layer's experts of each evaluation, in the order these began."""
     stride = int(events["block"].max()) + 1 if len(events) else 1
     key = evaluations_of(events)[1] * stride + events["block"]
-    keys = np.unique(key[events["kind"] == _EXPERTS])
+    keys = np.unique(key[events["kind"] == EventKind.EXPERTS])
     windows = np.zeros(len(keys), WINDOW)
     windows["evaluation"], windows["block"] = np.divmod(keys, stride)
     durations = events["end_ns"] - events["begin_ns"]
-    for kind, name in ((_ATTENTION, "attention"), (_ROUTER, "router"), (_EXPERTS, "experts"), (_WAIT, "wait")):
+    for kind, name in (
+        (EventKind.ATTENTION, "attention"),
+        (EventKind.ROUTER, "router"),
+        (EventKind.EXPERTS, "experts"),
+        (EventKind.WAIT, "wait"),
+    ):
         chosen, places = _found(keys, key, (events["kind"] == kind) & (events["block"] >= 0))
         np.add.at(windows[name], places, durations[chosen])
-        if kind in (_ATTENTION, _EXPERTS):
+        if kind in (EventKind.ATTENTION, EventKind.EXPERTS):
             windows[f"{name}_begin"] = _lowest(len(keys), places, events["begin_ns"][chosen])
             windows[f"{name}_end"] = -_lowest(len(keys), places, -events["end_ns"][chosen])
     windows["experts"] -= windows["wait"]
     windows = windows[np.argsort(windows["experts_begin"], kind="stable")]
-    _read_ahead(windows, events[events["kind"] == _READ])
+    _read_ahead(windows, events[events["kind"] == EventKind.READ])
     return windows
 
 
@@ -180,7 +187,7 @@ def _read_ahead(windows: npt.NDArray[Any], reads: npt.NDArray[Any]) -> None:
     """Fills in what of the reads happened in which window."""
     window = window_of_reads(windows, reads)
     reads, window = reads[window >= 0], window[window >= 0]
-    ahead = (reads["outcome"] != _DEMAND) | (reads["begin_ns"] < windows["attention_end"][window])
+    ahead = (reads["outcome"] != Outcome.DEMAND) | (reads["begin_ns"] < windows["attention_end"][window])
     reads, window = reads[ahead], window[ahead]
     windows["prefetch_begin"] = _lowest(len(windows), window, reads["begin_ns"])
     windows["prefetch_end"] = -_lowest(len(windows), window, -reads["end_ns"])
@@ -188,7 +195,7 @@ def _read_ahead(windows: npt.NDArray[Any], reads: npt.NDArray[Any]) -> None:
     wanted = np.where(windows["attention"] > 0, windows["attention_end"], windows["experts_begin"])
     windows["bubble"] = np.where(windows["prefetch"] > 0, np.maximum(0, windows["prefetch_end"] - wanted), 0)
 
-    used = np.isin(reads["outcome"], (_DEMAND, _USEFUL, _LATE))
+    used = np.isin(reads["outcome"], (Outcome.DEMAND, Outcome.USEFUL, Outcome.LATE))
     reads, window = reads[used], window[used]
     stride = int(reads["expert"].max()) + 1 if len(reads) else 1
     experts, places = np.unique(window * stride + reads["expert"], return_inverse=True)
@@ -212,7 +219,7 @@ def window_of_reads(windows: npt.NDArray[Any], reads: npt.NDArray[Any]) -> npt.N
 def window_of_events(windows: npt.NDArray[Any], events: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
     """Index of the window that each event is part of, or -1."""
     found = np.full(len(events), -1, np.int64)
-    reads = events["kind"] == _READ
+    reads = events["kind"] == EventKind.READ
     found[reads] = window_of_reads(windows, events[reads])
     pairs = zip(windows["evaluation"].tolist(), windows["block"].tolist(), strict=True)
     index = {pair: i for i, pair in enumerate(pairs)}
@@ -227,9 +234,10 @@ def _layer_times(layer: int | None, windows: npt.NDArray[Any], reads: npt.NDArra
         layer=layer,
         windows=len(windows),
         hidden=int(windows["hidden"].sum()),
-        reads={name: int((reads["outcome"] == i).sum()) for i, name in enumerate(OUTCOMES)},
+        reads={outcome.name.lower(): int((reads["outcome"] == outcome).sum()) for outcome in Outcome},
         read_bytes={
-            name: int(reads["bytes"][reads["outcome"] == i].sum(dtype=np.int64)) for i, name in enumerate(OUTCOMES)
+            outcome.name.lower(): int(reads["bytes"][reads["outcome"] == outcome].sum(dtype=np.int64))
+            for outcome in Outcome
         },
         **{
             f"{name}_s": int(windows[name].sum()) / 1e9

@@ -6,7 +6,6 @@ The file format is told in docs/trace.md; :func:`moestream.record_routing` makes
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import zipfile
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ._whole_file import writing_whole
 from .errors import TraceError
 
 __all__ = ["RoutingTrace"]
@@ -122,18 +122,8 @@ class RoutingTrace:
         header: dict[str, Any] = {"format": _FORMAT, "version": _VERSION}
         header |= {name: getattr(self, name) for name in _HEADER}
         text = np.frombuffer(json.dumps(header, ensure_ascii=False).encode(), np.uint8)
-        part = Path(f"{os.fspath(path)}.part")
-        try:
-            with open(part, "wb") as file:
-                np.savez_compressed(file, header=text, **{name: getattr(self, name) for name in _ARRAYS})
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part, path)
-        except OSError as exc:
-            raise TraceError(f"{path}: cannot be written: {exc.strerror or exc}") from exc
-        finally:
-            with contextlib.suppress(OSError):
-                part.unlink(missing_ok=True)
+        with writing_whole(path, TraceError) as file:
+            np.savez_compressed(file, header=text, **{name: getattr(self, name) for name in _ARRAYS})
 
 
 def _fault(trace: RoutingTrace) -> str | None:
