@@ -14,10 +14,10 @@ import pytest
 
 import moestream
 from factory import make
-from measure.cgroup import LimitedGroup
-from measure.figure import MeasurementError
 from moestream import OptionError, memory
 from moestream._engine import auto_cache_bytes
+from moestream.bench.cgroup import LimitedGroup
+from moestream.errors import MeasurementError
 from moestream.memory import available_bytes, format_size, parse_size
 
 GIB = 2**30

@@ -17,12 +17,13 @@ import moestream
 from factory import make
 from isolation import isolated
 from measure import compiler, compute, disk, quality
-from measure.arms import Arm, Session, random_prompt
 from measure.bandwidth import MemoryReader
 from measure.competitor import Competitor
 from measure.figure import MeasurementError
+from measure.streams import random_prompt
 from measure.subject import Subject
 from measure.zeros import zeros_by_layer
+from moestream.bench.session import Arm, Session
 from synthetic.weights import Weights
 
 FIGURES = Path(__file__).resolve().parent.parent / "tools" / "figures"

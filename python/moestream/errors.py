@@ -7,6 +7,7 @@
     ├── OutputError (OSError)         a file cannot be written: it exists, or the disk is full
     ├── TraceError (ValueError)       a file that is no routing trace, or a damaged one
     ├── ConverterError (RuntimeError) llama.cpp's converter is not there, or failed
+    ├── MeasurementError (RuntimeError) something that cannot be measured here
     └── ExpertReadError (OSError)     experts could not be read while computing
 
 Every message names the file, tensor, offset or option, and the remedy.
@@ -22,6 +23,7 @@ __all__ = [
     "OutputError",
     "TraceError",
     "ConverterError",
+    "MeasurementError",
     "ExpertReadError",
 ]
 
@@ -52,6 +54,10 @@ class TraceError(MoestreamError, ValueError):
 
 class ConverterError(MoestreamError, RuntimeError):
     """llama.cpp's converter of Hugging Face models cannot be run, or failed on one."""
+
+
+class MeasurementError(MoestreamError, RuntimeError):
+    """Something that could not be measured here: what it lacked, and how to get it."""
 
 
 class ExpertReadError(MoestreamError, OSError):

@@ -21,9 +21,10 @@ from pathlib import Path
 import numpy as np
 
 import moestream
+from moestream.bench.session import Arm, Feed, Session
 
-from .arms import Arm, Feed, Session, random_prompt, zipf_stream
 from .figure import MeasurementError, note
+from .streams import random_prompt, zipf_stream
 from .subject import Subject, made
 
 __all__ = ["Effort", "Prepared", "Turn", "prepared"]

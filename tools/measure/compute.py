@@ -21,15 +21,17 @@ import numpy as np
 import psutil
 
 import moestream
+from moestream.bench.disk import drop_caches
+from moestream.bench.session import Arm, Feed, Session
 from moestream.memory import format_size
 
 from . import demo_model, engine, layout, quality
-from .arms import Arm, Feed, Session, random_prompt, zipf_stream
 from .bandwidth import MemoryReader
 from .competitor import Competitor
-from .disk import drop_caches, scratch_folder, seconds_to_read_slices
+from .disk import scratch_folder, seconds_to_read_slices
 from .figure import Figure, MeasurementError, note
 from .kernels import kernel_bandwidth
+from .streams import random_prompt, zipf_stream
 from .subject import Subject, made
 from .zeros import zeros_by_layer
 

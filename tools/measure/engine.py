@@ -20,13 +20,15 @@ import gguf
 import psutil
 
 import moestream
+from moestream.bench.cgroup import LimitedGroup
+from moestream.bench.disk import block_device_of, drop_caches, loop_device
+from moestream.bench.session import Arm, Feed, Session
 from moestream.memory import format_size
 
-from .arms import Arm, Feed, Session, random_prompt, zipf_stream
-from .cgroup import LimitedGroup
-from .disk import FioJob, block_device_of, drop_caches, loop_device, seconds_to_read_cold
+from .disk import FioJob, seconds_to_read_cold
 from .figure import Figure, MeasurementError, note
 from .promises import outcomes
+from .streams import random_prompt, zipf_stream
 from .subject import Subject, made
 
 __all__ = ["FIGURES", "Bench", "open_bench"]

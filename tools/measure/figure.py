@@ -5,11 +5,9 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict, dataclass
 
+from moestream.errors import MeasurementError
+
 __all__ = ["Figure", "MeasurementError", "note"]
-
-
-class MeasurementError(RuntimeError):
-    """A figure that could not be measured: what it lacked, and how to get it."""
 
 
 @dataclass(frozen=True)

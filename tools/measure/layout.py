@@ -19,13 +19,15 @@ from functools import cached_property
 from pathlib import Path
 
 import moestream
+from moestream.bench.cgroup import LimitedGroup
+from moestream.bench.disk import block_device_of, drop_caches
+from moestream.bench.session import Arm, Feed, Session
 
 from . import engine
-from .arms import Arm, Feed, Session, random_prompt
-from .cgroup import LimitedGroup
-from .disk import block_device_of, drop_caches, scratch_folder
+from .disk import scratch_folder
 from .figure import Figure, MeasurementError, note
 from .promises import outcomes
+from .streams import random_prompt
 from .subject import Subject, made
 
 __all__ = ["FIGURES", "Bench", "open_bench"]
@@ -243,7 +245,7 @@ def _cold_rate(path: Path, limit: float | None, vocabulary: int, seed: int, seco
     device = block_device_of(path)
     rate = None if limit is None else int(limit * 1e9)
     with (
-        LimitedGroup(memory_bytes=4 * GIB, read_bytes_per_s=rate, device=device) as group,
+        LimitedGroup(memory_bytes=4 * GIB, read_bytes_per_s=rate, devices=[device]) as group,
         Session(arm, group=group) as session,
     ):
         feed = session.feed(stream, seconds=seconds)

@@ -17,12 +17,13 @@ from typing import get_args
 
 import moestream
 from moestream import RoutingTrace, simulate
+from moestream.bench.session import Arm, Session
 from moestream.options import Policy, Prefetch
 
 from . import ahead, demo_model, quality
 from .ahead import Effort, Turn
-from .arms import Arm, Session, random_prompt
 from .figure import Figure, MeasurementError, note
+from .streams import random_prompt
 from .subject import Subject, made
 
 __all__ = ["FIGURES", "Bench", "open_bench"]

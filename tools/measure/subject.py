@@ -14,7 +14,9 @@ from pathlib import Path
 
 import gguf
 
-from .disk import SECTOR_BYTES, scratch_folder
+from moestream.bench.disk import SECTOR_BYTES
+
+from .disk import scratch_folder
 from .figure import MeasurementError, note
 
 __all__ = ["Subject", "made"]

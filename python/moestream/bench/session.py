@@ -1,9 +1,8 @@
 """Arms: ways to run one model on one token stream, each in a child process, so that they can be compared.
 
-    stream = zipf_stream(tokens=48, vocabulary=151936)
     with Session(Arm(model=path, kind="streamed", cache=3 << 30)) as session:
-        session.feed(stream)                      # warms the cache
-        print(session.feed(stream).tokens_per_s)
+        session.feed(tokens)                      # warms the cache
+        print(session.feed(tokens).tokens_per_s)
 
 Compare arms within one run and alternate them (A B A B): the same machine gives other numbers an hour later.
 """
@@ -26,17 +25,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-import numpy as np
 import psutil
 
+from ..errors import MeasurementError
 from .cgroup import LimitedGroup
-from .figure import MeasurementError
 
-__all__ = ["Arm", "Feed", "Session", "random_prompt", "zipf_stream"]
+__all__ = ["Arm", "ArmEndedError", "ArmRefusedError", "Feed", "Session"]
 
-# Drawing from few ids by a Zipf law makes some tokens frequent, as text does: their experts are cached, the others are not.
-STREAM_IDS = 400
-ZIPF_EXPONENT = 1.3
+_WORKER = Path(__file__).with_name("worker.py")
 
 STREAMING = (
     "cache",
@@ -53,24 +49,13 @@ STREAMING = (
 )
 
 
-def zipf_stream(*, tokens: int, vocabulary: int, seed: int = 1) -> list[int]:
-    """Token ids whose frequency follows a Zipf law over 400 ids."""
-    ranks = np.minimum(np.random.default_rng(seed).zipf(ZIPF_EXPONENT, tokens), STREAM_IDS)
-    return [int(id) for id in ranks * 7 % vocabulary]
-
-
-def random_prompt(*, tokens: int, vocabulary: int, seed: int = 1) -> list[int]:
-    """Token ids from all of the vocabulary: a hundred of them already ask for nearly all experts."""
-    return [int(id) for id in np.random.default_rng(seed).integers(vocabulary, size=tokens)]
-
-
 @dataclass(frozen=True)
 class Arm:
     """One way to run a model.
 
-    A stock arm is llama_cpp.Llama, with or without repacked weights, read into memory or mapped. A streamed arm is
-    moestream.Llama with the options of ExpertStreaming from `cache` (bytes) to `replay_recall`; None leaves one at its default. Context,
-    batch and threads are the same for both.
+    A stock arm is llama_cpp.Llama, with or without repacked weights, read into memory or mapped, some keys of its file replaced by
+    `kv_overrides`. A streamed arm is moestream.Llama with the options of ExpertStreaming from `cache` (bytes) to `replay_recall`;
+    None leaves one at its default. Context, batch and threads are the same for both.
     """
 
     model: Path
@@ -90,7 +75,9 @@ class Arm:
     replay_recall: tuple[float, ...] | None = None
     n_ctx: int = 512
     n_batch: int = 512
+    n_ubatch: int = 512
     threads: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
+    kv_overrides: dict[str, int] = field(default_factory=dict)
 
     @property
     def streaming(self) -> dict[str, Any]:
@@ -103,14 +90,19 @@ class Arm:
 class Feed:
     """What one feed took. Lists have one entry per call: per token, or one for a prompt fed at once.
 
-    `misses` and `experts` (the fields of ExpertStats, for these calls) belong to streamed arms.
+    `experts` (the fields of ExpertStats, for these calls) belongs to streamed arms; `logits_crc`, and `misses` of streamed
+    arms, to feeds that are `checked`.
     """
 
     token_s: list[float]
-    logits_crc: list[int]
-    misses: list[int]
+    feed_s: float
+    cpu_s: float
+    major_faults: int
+    read_bytes: int
     peak_rss_bytes: int
     rss_anon_bytes: int
+    logits_crc: list[int] = field(default_factory=list)
+    misses: list[int] = field(default_factory=list)
     experts: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -123,15 +115,34 @@ class Feed:
         return (end - first) / sum(self.token_s[first:end])
 
 
+class ArmEndedError(MeasurementError):
+    """The process of an arm ended before it answered.
+
+    Attributes:
+        signal: That ended it; None if none did.
+    """
+
+    def __init__(self, message: str, signal: signal.Signals | None) -> None:
+        super().__init__(message)
+        self.signal = signal
+
+
+class ArmRefusedError(MeasurementError):
+    """The model of an arm cannot be loaded or run like that; the process said why."""
+
+
 class Session:
     """A child process with a model loaded, inside the `with` block.
 
     Attributes:
         load_s: seconds that the constructor of Llama took, imports not counted.
+        model: what llama.cpp says of it: description, size_bytes, parameters, vocabulary.
         openmp: what the environment told the threads of ggml, as they saw it: by name, unset ones left out.
 
     Raises:
-        MeasurementError: the child failed or took too long; its last words are in the message.
+        ArmEndedError: the child was killed or failed; its last words are in the message.
+        ArmRefusedError: the model cannot be run so.
+        MeasurementError: the child took too long.
     """
 
     def __init__(
@@ -145,19 +156,21 @@ class Session:
         self.arm = arm
         self.load_s = 0.0
         self.openmp: dict[str, str] = {}
+        self.model: dict[str, Any] = {}
         self._environment = environment or {}
         self._prefix = group.prefix if group is not None else []
         self._load_timeout_s = load_timeout_s
 
     def __enter__(self) -> Session:
-        description = json.dumps(asdict(self.arm) | {"streaming": self.arm.streaming}, default=str)
-        command = [*self._prefix, sys.executable, "-m", "measure.worker", description]
-        tools = str(Path(__file__).resolve().parent.parent)
-        path = os.pathsep.join(filter(None, [tools, os.environ.get("PYTHONPATH")]))
-        environment = os.environ | {"PYTHONPATH": path} | self._environment
+        description = asdict(self.arm) | {"streaming": self.arm.streaming}
+        command = [*self._prefix, sys.executable, str(_WORKER), json.dumps(description, default=str)]
         self._words = tempfile.TemporaryFile("w+")
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._words, env=environment
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._words,
+            env=os.environ | self._environment,
         )
         self._unread = b""
         try:
@@ -166,7 +179,7 @@ class Session:
             self._process.kill()
             self._end()
             raise
-        self.load_s, self.openmp = loaded["load_s"], loaded["openmp"]
+        self.load_s, self.openmp, self.model = loaded["load_s"], loaded["openmp"], loaded["model"]
         return self
 
     def __exit__(
@@ -177,14 +190,32 @@ class Session:
             self._process.kill()
         self._end()
 
-    def settle(self, *, at_most_s: float = 60.0) -> None:
-        """Wait until the process does nothing: what arrived is put into huge pages by a thread that takes a core for it."""
-        process = psutil.Process(self._process.pid)
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def settle(self, *, at_most_s: float = 60.0) -> float:
+        """Wait until the process does nothing: what arrived is put into huge pages by a thread that takes a core for it.
+
+        Returns:
+            Seconds waited.
+        """
+        process, begun = psutil.Process(self._process.pid), time.monotonic()
         for _ in range(int(at_most_s)):
             before = sum(process.cpu_times()[:2])
             time.sleep(1)
             if sum(process.cpu_times()[:2]) - before < 0.03:
-                return
+                break
+        return time.monotonic() - begun
+
+    def tokenize(self, text: str, *, timeout_s: float = 60) -> list[int]:
+        """The tokens of a text, with the one that begins texts.
+
+        Raises:
+            ArmRefusedError: the model has no tokenizer.
+        """
+        self._ask({"tokenize": text})
+        return self._answer(timeout_s)["tokens"]
 
     def feed(
         self,
@@ -196,21 +227,26 @@ class Session:
         prefetch: str | None = None,
         read_rate: float | None = None,
         recorded: bool = False,
+        checked: bool = True,
         timeout_s: float = 900,
     ) -> Feed:
         """Evaluate tokens, one by one, or `at_once` as a prompt; from an empty context, or `after_last` behind the last feed's.
 
         `seconds` ends it after the token running then. `prefetch` is the option of that name from now on, `read_rate` the
         bytes per second of the disk (0: as it is), for a streamed model; None leaves them. `recorded`: while a timeline is.
+        `checked`: with a checksum of the logits and the misses of each call.
         """
         request = {"tokens": tokens, "at_once": at_once, "after_last": after_last, "seconds": seconds}
-        request |= {"prefetch": prefetch, "read_rate": read_rate, "recorded": recorded}
+        request |= {"prefetch": prefetch, "read_rate": read_rate, "recorded": recorded, "checked": checked}
+        self._ask(request)
+        answer = self._answer(timeout_s)
+        return Feed(**{name: answer[name] for name in (entry.name for entry in fields(Feed)) if name in answer})
+
+    def _ask(self, request: dict[str, Any]) -> None:
         # If it has died since, the answer that does not come says why.
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
-        answer = self._answer(timeout_s)
-        return Feed(**{name: answer[name] for name in (entry.name for entry in fields(Feed)) if name in answer})
 
     def _answer(self, timeout_s: float) -> dict[str, Any]:
         deadline = time.monotonic() + timeout_s
@@ -221,11 +257,15 @@ class Session:
             read = os.read(pipe, 1 << 16)
             if not read:
                 status = self._process.wait()
-                how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with {status}"
-                raise MeasurementError(f"{self._name()} {how}: {self._last_words()}")
+                ended_by = signal.Signals(-status) if status < 0 else None
+                how = f"was ended by {ended_by.name}" if ended_by else f"ended with {status}"
+                raise ArmEndedError(f"{self._name()} {how}: {self._last_words()}", ended_by)
             self._unread += read
         line, _, self._unread = self._unread.partition(b"\n")
-        return json.loads(line)
+        answer = json.loads(line)
+        if "refused" in answer:
+            raise ArmRefusedError(answer["refused"])
+        return answer
 
     def _name(self) -> str:
         arm = self.arm
