@@ -10,6 +10,7 @@ from .errors import (
     CacheTooSmallError,
     ConverterError,
     ExpertReadError,
+    MeasurementError,
     ModelError,
     MoestreamError,
     OptionError,
@@ -21,6 +22,7 @@ from .llama import Llama
 from .model import ExpertMatrix, ModelDescription, ModelFile, MoeLayer, describe
 from .models import demo_model
 from .options import ExpertStreaming
+from .perplexity import PerplexityReport, evaluate
 from .simulation import SimulatedRun, SimulationResult, simulate
 from .stats import ExpertStats, Predictions
 from .synthesis import synthesise_trace
@@ -43,6 +45,7 @@ __all__ = [
     "LayerTimes",
     "Llama",
     "LruHitRate",
+    "MeasurementError",
     "ModelDescription",
     "ModelError",
     "ModelFile",
@@ -50,6 +53,7 @@ __all__ = [
     "MoestreamError",
     "OptionError",
     "OutputError",
+    "PerplexityReport",
     "Predictions",
     "RoutingStatistics",
     "RoutingTrace",
@@ -63,6 +67,7 @@ __all__ = [
     "convert",
     "demo_model",
     "describe",
+    "evaluate",
     "export",
     "record_routing",
     "routing_statistics",

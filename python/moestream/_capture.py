@@ -27,7 +27,7 @@ from .trace import RoutingTrace
 if TYPE_CHECKING:
     from .llama import Llama
 
-__all__ = ["fingerprint", "record_routing"]
+__all__ = ["RoutingRecorder", "fingerprint", "record_routing"]
 
 _ffi = FFI()
 _ffi.cdef(
@@ -107,7 +107,7 @@ def record_routing(
     tokens_at_once = min(tokens_at_once, context)
 
     total = sum(map(len, pieces))
-    recorder = _Recorder()
+    recorder = RoutingRecorder()
     progress(0, total)
     done = 0
     with evaluating(llm, context=context, tokens_at_once=tokens_at_once, on_node=recorder.look) as evaluation:
@@ -119,30 +119,7 @@ def record_routing(
                 done += len(batch)
                 progress(done, total)
 
-    model = llm._engine.description
-    layers = tuple(recorder.layers)
-    counts = {layer.experts for layer in model.moe_layers if layer.layer in layers}
-    if len(counts) != 1:
-        raise ModelError(
-            f"{model.path}: its layers have different numbers of experts, which a routing trace cannot hold"
-        )
-    n_experts = counts.pop()
-    lengths = [len(piece) for piece in pieces]
-    return RoutingTrace(
-        model=model.name or model.path.name,
-        model_hash=fingerprint(file.path for file in model.files),
-        architecture=model.architecture,
-        layers=layers,
-        n_experts=n_experts,
-        tokens=np.concatenate(pieces),
-        experts=np.concatenate(recorder.experts).astype(np.uint8 if n_experts <= 256 else np.uint16),
-        weights=np.concatenate(recorder.weights),
-        starts=np.cumsum([0, *lengths[:-1]], dtype=np.int64),
-        source=source,
-        tool=f"moestream {importlib.metadata.version('moestream')}",
-        tokens_at_once=tokens_at_once,
-        synthetic="",
-    )
+    return recorder.trace(llm, pieces, tokens_at_once=tokens_at_once, source=source)
 
 
 def fingerprint(paths: Iterable[Path]) -> str:
@@ -181,8 +158,8 @@ def _pieces(llm: Llama, text: str | bytes | Sequence[int], context: int) -> Iter
         yield np.array([*begin, *tokens[first : first + step]], np.int32)
 
 
-class _Recorder:
-    """Gathers, batch by batch, what each layer chose.
+class RoutingRecorder:
+    """Gathers, batch by batch, what each layer chose; its `look` is the `on_node` of :func:`moestream._evaluation.evaluating`.
 
     Attributes:
         layers: Numbers of the layers that chose experts, ascending.
@@ -251,6 +228,39 @@ class _Recorder:
                     )
         self.experts.append(np.stack([chosen[layer] for layer in self.layers], axis=1))
         self.weights.append(np.stack([weighted[layer] for layer in self.layers], axis=1).astype(np.float16))
+
+    def trace(
+        self, llm: Llama, pieces: Sequence[npt.NDArray[np.int32]], *, tokens_at_once: int, source: str
+    ) -> RoutingTrace:
+        """What was gathered, of a model and the texts that it evaluated.
+
+        Raises:
+            ModelError: Its layers have different numbers of experts.
+        """
+        model = llm._engine.description
+        layers = tuple(self.layers)
+        counts = {layer.experts for layer in model.moe_layers if layer.layer in layers}
+        if len(counts) != 1:
+            raise ModelError(
+                f"{model.path}: its layers have different numbers of experts, which a routing trace cannot hold"
+            )
+        n_experts = counts.pop()
+        lengths = [len(piece) for piece in pieces]
+        return RoutingTrace(
+            model=model.name or model.path.name,
+            model_hash=fingerprint(file.path for file in model.files),
+            architecture=model.architecture,
+            layers=layers,
+            n_experts=n_experts,
+            tokens=np.concatenate(pieces),
+            experts=np.concatenate(self.experts).astype(np.uint8 if n_experts <= 256 else np.uint16),
+            weights=np.concatenate(self.weights),
+            starts=np.cumsum([0, *lengths[:-1]], dtype=np.int64),
+            source=source,
+            tool=f"moestream {importlib.metadata.version('moestream')}",
+            tokens_at_once=tokens_at_once,
+            synthetic="",
+        )
 
 
 def _layer_of_product(node: Any) -> int | None:

@@ -31,10 +31,14 @@ def require_tokens(llm: llama_cpp.Llama, tokens: Sequence[int]) -> None:
 
 
 class Evaluation:
-    """What :func:`evaluating` gives."""
+    """What :func:`evaluating` gives.
+
+    Attributes:
+        n_vocab: Tokens of the vocabulary.
+    """
 
     def __init__(self, llm: llama_cpp.Llama, ctx: Any, batch: llama_cpp.llama_batch) -> None:
-        self._ctx, self._batch, self._n_vocab = ctx, batch, llm.n_vocab()
+        self._ctx, self._batch, self.n_vocab = ctx, batch, llm.n_vocab()
         self._engine = getattr(llm, "_engine", None)
 
     def decode(self, tokens: Sequence[int] | npt.NDArray[np.int32], position: int) -> None:
@@ -62,7 +66,7 @@ class Evaluation:
     def logits(self) -> npt.NDArray[np.float32]:
         """[token, vocabulary] of the tokens decoded last. The array is llama.cpp's: the next `decode` overwrites it."""
         rows = llama_cpp.llama_get_logits(self._ctx)
-        return np.ctypeslib.as_array(rows, shape=(self._batch.n_tokens, self._n_vocab))
+        return np.ctypeslib.as_array(rows, shape=(self._batch.n_tokens, self.n_vocab))
 
 
 @contextlib.contextmanager

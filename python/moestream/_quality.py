@@ -21,7 +21,7 @@ from ._evaluation import evaluating, require_tokens
 from .errors import OptionError
 from .llama import Llama
 
-__all__ = ["QualityReport", "compare_quality", "divergences", "log_softmax"]
+__all__ = ["QualityReport", "compare_quality", "divergence_sums", "divergences", "log_softmax"]
 
 _VALUES_AT_ONCE = 1 << 20  # of float64, in each of a few arrays
 
@@ -174,8 +174,13 @@ def log_softmax(logits: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
 
 def divergences(log_p: npt.NDArray[np.float64], log_q: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """The sum of p log(p / q) over the last dimension, in nats. What p excludes adds nothing; what q alone excludes, infinity."""
+    return np.maximum(divergence_sums(log_p, log_q), 0)  # rounding may leave a little less than nothing
+
+
+def divergence_sums(log_p: npt.NDArray[np.float64], log_q: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """The same of what need not add up to 1, which may be less than 0."""
     p = np.exp(log_p)
     with np.errstate(invalid="ignore"):  # -inf less -inf, which the next line replaces
         terms = log_p - log_q
     terms[p == 0] = 0
-    return np.maximum((p * terms).sum(axis=-1), 0)  # rounding may leave a little less than nothing
+    return (p * terms).sum(axis=-1)

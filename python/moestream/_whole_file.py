@@ -27,6 +27,8 @@ def writing_whole(path: str | os.PathLike[str], error: type[MoestreamError]) -> 
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
+    except MoestreamError:
+        raise
     except OSError as exc:
         raise error(f"{path}: cannot be written: {exc.strerror or exc}") from exc
     finally:

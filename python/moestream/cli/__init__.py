@@ -20,15 +20,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from ..errors import MoestreamError
-from . import convert, demo, export, generate, inspect, simulate, trace, verify
+from . import bench, convert, demo, eval, export, generate, inspect, simulate, trace, verify
 from ._logging import log_to_stderr
 from ._output import versions
 
 __all__ = ["main"]
 
 _COMMANDS = {
+    "bench": bench,
     "convert": convert,
     "demo": demo,
+    "eval": eval,
     "export": export,
     "generate": generate,
     "inspect": inspect,

@@ -24,15 +24,15 @@ def versions() -> dict[str, str]:
     return found
 
 
-def require_writable(output: str) -> None:
-    """Refuses an --output that could not be written, before the work is done."""
+def require_writable(output: str, option: str = "--output") -> None:
+    """Refuses an `option` that could not be written, before the work is done."""
     folder = Path(output).parent
     if not folder.is_dir():
-        raise OptionError(f"--output {output}: there is no folder {folder}; make it first")
+        raise OptionError(f"{option} {output}: there is no folder {folder}; make it first")
     if Path(output).is_dir():
-        raise OptionError(f"--output {output}: is a folder; name a file in it")
+        raise OptionError(f"{option} {output}: is a folder; name a file in it")
     if not os.access(folder, os.W_OK):
-        raise OptionError(f"--output {output}: the folder {folder} cannot be written to; name another")
+        raise OptionError(f"{option} {output}: the folder {folder} cannot be written to; name another")
 
 
 def print_json(value: Any) -> None:
@@ -127,6 +127,10 @@ class Progress:
             self._bar.update(done - self._bar.n)
         if done == total:
             self._end()
+
+    def hide(self) -> None:
+        """Takes the bar away for what is printed now; it comes back with the next report."""
+        self._end()
 
     def _end(self) -> None:
         if self._bar is not None:

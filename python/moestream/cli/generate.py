@@ -204,11 +204,8 @@ def generate(
         text = unescape(text)
     _check_sizes(n_predict, ctx_size, threads, threads_batch, batch_size, ubatch_size)
     _check_sampling(temp, repeat_penalty, repeat_last_n, seed)
-    type_k, type_v = _ggml_type(cache_type_k), _ggml_type(cache_type_v)
-    if cache_type_v not in _FLOAT_TYPES and not flash_attn:
-        raise OptionError(f"--cache-type-v {cache_type_v} needs flash attention: add -fa on")
-    if lora is not None and not Path(lora).is_file():
-        raise OptionError(f"--lora: there is no file {lora}")
+    type_k, type_v = kv_types(cache_type_k, cache_type_v, flash_attn)
+    require_adapter(lora)
     streaming = ExpertStreaming(
         cache=expert_cache,
         kernels=kernels,
@@ -230,12 +227,12 @@ def generate(
     if expert_streaming:
         bytes_on_disk = describe(path).bytes_on_disk
     else:
-        bytes_on_disk = sum(shard.stat().st_size for shard in _shards(path))
+        bytes_on_disk = sum(shard.stat().st_size for shard in shards(path))
     seed = secrets.randbelow(_SEED_END) if seed == -1 else seed
 
     rss_before_bytes = memory.rss_bytes()
     started = time.perf_counter()
-    llm = _load(
+    llm = load(
         path,
         streaming if expert_streaming else None,
         load_progress=load_progress if expert_streaming else None,
@@ -415,6 +412,11 @@ def add_running_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens computed at once at most (default: %(default)s)",
     )
+    add_attention_arguments(running)
+
+
+def add_attention_arguments(running: argparse._ActionsContainer) -> None:
+    """Adds the options of attention and of an adapter."""
     running.add_argument(
         "-fa", "--flash-attn", type=_on_off, default=False, metavar="{on,off}", help="flash attention (default: off)"
     )
@@ -559,7 +561,8 @@ def unescape(text: bytes) -> bytes:
     return re.sub(rb"""\\(x[0-9a-fA-F]{2}|[nrt'"\\])""", meant, text)
 
 
-def _load(path: Path, streaming: ExpertStreaming | None, **options: Any) -> Llama:
+def load(path: Path, streaming: ExpertStreaming | None, **options: Any) -> Llama:
+    """The model, streamed or not. Raises MoestreamError if it cannot be loaded."""
     from .. import Llama
 
     if streaming is not None:
@@ -572,7 +575,7 @@ def _load(path: Path, streaming: ExpertStreaming | None, **options: Any) -> Llam
         raise ModelError(f"{exc} (-vv shows llama.cpp's log)") from exc
 
 
-def _shards(path: Path) -> list[Path]:
+def shards(path: Path) -> list[Path]:
     """The files of the model whose first file is `path`."""
     paths = [path.with_name(name) for name in split_set(path.name)]
     if missing := [path for path in paths if not path.is_file()]:
@@ -599,6 +602,20 @@ def _check_sizes(
         raise OptionError(f"--ubatch-size {ubatch_size}: at least one token is needed")
     if ubatch_size > batch_size:
         raise OptionError(f"--ubatch-size {ubatch_size} is more than --batch-size {batch_size}: raise -b or lower -ub")
+
+
+def require_adapter(lora: str | os.PathLike[str] | None) -> None:
+    """Raises OptionError for an adapter that is not there."""
+    if lora is not None and not Path(lora).is_file():
+        raise OptionError(f"--lora: there is no file {lora}")
+
+
+def kv_types(cache_type_k: str, cache_type_v: str, flash_attn: bool) -> tuple[int, int]:
+    """ggml's numbers of the types of a KV cache. Raises OptionError if there is no such cache."""
+    types = _ggml_type(cache_type_k), _ggml_type(cache_type_v)
+    if cache_type_v not in _FLOAT_TYPES and not flash_attn:
+        raise OptionError(f"--cache-type-v {cache_type_v} needs flash attention: add -fa on")
+    return types
 
 
 def _check_sampling(temp: float, repeat_penalty: float, repeat_last_n: int, seed: int) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from pathlib import Path
 
 from ..errors import OptionError
 
-__all__ = ["demo_model"]
+__all__ = ["demo_model", "validation_text"]
 
 _FOLDER = Path(__file__).parent
 _NAMES = ("smallthinker", "qwen3moe")
@@ -31,3 +33,15 @@ def demo_model(name: str = "smallthinker") -> Path:
             f"this copy of moestream came without {path.name}: name a model with -m FILE or -hf USER/REPO"
         )
     return path
+
+
+def validation_text() -> str:
+    """The text that ships with the package, which its models were not trained on: documents, an empty line between them.
+
+    Raises:
+        OptionError: This copy of the package came without it.
+    """
+    path = _FOLDER / "validation.jsonl.gz"
+    if not path.is_file():
+        raise OptionError(f"this copy of moestream came without {path.name}: name a text with -f FILE")
+    return "\n\n".join(json.loads(line)["text"] for line in gzip.decompress(path.read_bytes()).splitlines())
