@@ -1,15 +1,17 @@
 """Measure how fast a model runs, in several ways compared within one run.
 
 Each way, called an arm, has its turns in a process of its own, under the limits
-given, cold at first, then warm; arms take turns A B A B. Tests, lists and ranges
-are those of llama-bench. What each figure means: docs/benchmarking.md.
+given, cold at first, then warm; arms take turns A B A B. Tests, lists and
+ranges are those of llama-bench. What figures mean: docs/benchmarking.md.
 
   stock-mmap, stock-mmap-tuned,
   stock-none, stock-resident         llama-cpp-python
-  stream-reactive, stream-prefetch   moestream; behind colons, options of
-                                     ExpertStreaming, another layout (model=FILE),
-                                     a slower disk (disk=RATE):
-                                     stream-prefetch:cache=3GiB:policy=lru
+  stream-reactive, stream-prefetch   moestream
+
+Behind colons an arm has options of ExpertStreaming, another layout of a model
+(model=FILE), or a slower disk (disk=RATE):
+stream-prefetch:cache=3GiB:policy=lru
+
 
   moestream bench -m MODEL.gguf -p 0 -n 256 -r 3
   moestream bench -m MODEL.gguf --arms stock-mmap,stream-prefetch \\
