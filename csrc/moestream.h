@@ -275,8 +275,11 @@ typedef struct ms_simulation_options {
     int64_t attention_ns; /* of a layer */
     int64_t expert_ns; /* of one expert's computation */
     int64_t rest_ns; /* of a token: what comes after the last layer */
+    int64_t n_skipped; /* tokens at the beginning that only fill the cache; fewer than n_tokens */
+    int64_t *token_ns; /* [n_tokens - n_skipped]: what each of the others took; may be NULL */
 } ms_simulation_options;
 
+/* Of the tokens that are not skipped. What was guessed before them counts where it comes true. */
 typedef struct ms_simulation {
     uint64_t hits;    /* experts in memory when they were wanted, guesses apart */
     uint64_t useful;  /* there because of a guess, and in time */
@@ -345,5 +348,74 @@ const char *ms_native_target(void);
 
 /* CRC-32C of n bytes that go on from those whose checksum is `crc`; 0 to begin. */
 uint32_t ms_crc32c(uint32_t crc, const void *data, size_t n);
+
+/* ---------------------------------------------------------------- measuring a machine */
+
+/* How fast all threads together read memory that no cache holds: more than a GiB passes by any.
+ * One thread at a time, as the two below. -ENOMEM. */
+typedef struct ms_memory_probe ms_memory_probe;
+int ms_memory_probe_open(uint64_t size_bytes, int n_threads, ms_memory_probe **out, char *err, size_t errlen);
+/* Bytes per second of one pass over all of it. */
+double ms_memory_probe_pass(ms_memory_probe *probe);
+void ms_memory_probe_close(ms_memory_probe *probe);
+
+/* How fast a file is read with the engine's readers. -ENOENT, -EACCES, ...: it cannot be opened; -ENOMEM. */
+typedef struct ms_read_probe ms_read_probe;
+int ms_read_probe_open(const char *path, ms_read_probe **out, char *err, size_t errlen);
+/* Why there are no direct reads, or no reads by io_uring; empty where there are. */
+const char *ms_read_probe_why_buffered(const ms_read_probe *probe);
+const char *ms_read_probe_why_no_uring(const ms_read_probe *probe);
+
+/* `depth` reads are asked for at once and all are waited for, as experts of a layer are, over and over. Buffered ones find
+ * nothing in the page cache, unless another process has the file mapped. */
+typedef struct ms_read_probe_options {
+    uint32_t size_bytes; /* a multiple of 4096; times depth at most 64 MiB */
+    int depth;
+    bool random;
+    bool direct;
+    bool uring;
+    int64_t for_ns;   /* at least one batch */
+    int64_t slice_ns; /* of reading, at least */
+} ms_read_probe_options;
+
+typedef struct ms_read_probe_result {
+    uint64_t bytes;
+    int64_t ns;     /* reading */
+    int64_t cpu_ns; /* of the whole process */
+    int n_slices;   /* bytes per second of each slice of time */
+    int n_latencies; /* seconds from asked to arrived, the mean of each batch */
+} ms_read_probe_result;
+
+/* -ENOTSUP: there are no such reads here; -EINVAL: too large for the file or for the memory; -EIO, ...: of a read. */
+int ms_read_probe_run(ms_read_probe *probe, const ms_read_probe_options *options, double *slices, int max_slices, double *latencies, int max_latencies,
+                      ms_read_probe_result *result, char *err, size_t errlen);
+void ms_read_probe_close(ms_read_probe *probe);
+
+/* How fast weights are multiplied that are in memory and in no cache. size_bytes: of the memory they are in; huge: in huge pages,
+ * as experts are, else in ordinary ones, as dense weights and keys and values are. -ENOMEM. */
+typedef struct ms_kernel_probe ms_kernel_probe;
+int ms_kernel_probe_open(uint64_t size_bytes, bool huge, int n_threads, ms_kernel_probe **out, char *err, size_t errlen);
+
+enum ms_probe_kernels {
+    MS_PROBE_PLAIN = 0,       /* ggml's, rows as they are in the file */
+    MS_PROBE_INTERLEAVED = 1, /* ggml's for interleaved rows */
+    MS_PROBE_ROWS = 2         /* ours for plain rows, which experts are computed with */
+};
+
+typedef struct ms_kernel_probe_options {
+    int type;    /* enum ggml_type */
+    int kernels; /* enum ms_probe_kernels */
+    int64_t columns, rows;
+    int n; /* matrices */
+    bool scattered; /* each is elsewhere than the one before, as experts are; else one behind the other */
+    int64_t for_ns;
+} ms_kernel_probe_options;
+
+/* Multiplies each of n matrices with one vector, over and over, and writes how many seconds each pass took, `max` of them at most.
+ * Returns how many passes. -ENOTSUP: ggml does not interleave such a matrix here; -EINVAL: no such type, or too large; -ENOMEM. */
+int ms_kernel_probe_products(ms_kernel_probe *probe, const ms_kernel_probe_options *options, double *seconds, int max, char *err, size_t errlen);
+/* The same for the attention of one token in so many layers: flash attention over F16 keys and values of `positions`. */
+int ms_kernel_probe_attention(ms_kernel_probe *probe, int layers, int heads, int kv_heads, int head, int positions, int64_t for_ns, double *seconds, int max, char *err, size_t errlen);
+void ms_kernel_probe_close(ms_kernel_probe *probe);
 
 #endif

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
+from collections.abc import Iterator
 
 import llama_cpp
 
-__all__ = ["forward_llama_cpp_log"]
+__all__ = ["forward_llama_cpp_log", "without_llama_cpp_log"]
 
 logger = logging.getLogger("moestream.llama_cpp")
 
@@ -51,3 +53,20 @@ def forward_llama_cpp_log() -> None:
     discards what is logged while a model loads.
     """
     llama_cpp.llama_log_set(_forward, ctypes.c_void_p(0))
+
+
+@llama_cpp.llama_log_callback
+def _discard(level: int, text: bytes, _: ctypes.c_void_p) -> None:
+    pass
+
+
+@contextlib.contextmanager
+def without_llama_cpp_log() -> Iterator[None]:
+    """What llama.cpp and ggml log within the block is lost."""
+    callback, user_data = llama_cpp.llama_log_callback(), ctypes.c_void_p()
+    llama_cpp.llama_log_get(ctypes.byref(callback), ctypes.byref(user_data))
+    llama_cpp.llama_log_set(_discard, ctypes.c_void_p(0))
+    try:
+        yield
+    finally:
+        llama_cpp.llama_log_set(callback, user_data)

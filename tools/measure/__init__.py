@@ -9,7 +9,6 @@
     engine.py   the figures of the streaming engine
     layout.py   the figures of the laid file
     compute.py  the figures of the computing itself
-    bandwidth.py   how fast all cores read memory
     competitor.py  a process that keeps a core busy
     zeros.py       the share of zeros behind the gates of experts
 

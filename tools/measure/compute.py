@@ -21,12 +21,12 @@ import numpy as np
 import psutil
 
 import moestream
+from moestream._probe_compute import MemoryReader
 from moestream.bench.disk import drop_caches
 from moestream.bench.session import Arm, Feed, Session
 from moestream.memory import format_size
 
 from . import demo_model, engine, layout, quality
-from .bandwidth import MemoryReader
 from .competitor import Competitor
 from .disk import scratch_folder, seconds_to_read_slices
 from .figure import Figure, MeasurementError, note

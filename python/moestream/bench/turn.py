@@ -28,7 +28,7 @@ from .session import ArmEndedError, ArmRefusedError, Feed, Session
 
 __all__ = ["Configuration", "Limits", "ReadShape", "Test", "TestRun", "Tokens", "Turn", "take_turn"]
 
-READ_AT_MOST = 8  # experts of a layer that are asked of the disk together, when its bandwidth is measured
+READ_AT_MOST = 8  # reads that are asked of the disk together, when its bandwidth is measured
 READ_S = 0.7
 SETTLES_AT_MOST_S = 45.0
 LOADS_AT_MOST_S = 900.0
@@ -220,7 +220,7 @@ def take_turn(
             stack.enter_context(group)
             turn.limited_by = "" if configuration.limits == Limits() else group.kind
         shape = ReadShape.of(description)
-        turn.disk_bps.append(_read_rate(configuration.path, shape, group, turn))
+        turn.disk_bps.append(_read_rate(turn, shape, devices))
         try:
             with Session(arm, group=group, load_timeout_s=LOADS_AT_MOST_S) as session:
                 _measure(turn, session, tests, tokens, group, warm_tokens, test_seconds, progress)
@@ -229,7 +229,7 @@ def take_turn(
         except ArmEndedError as error:
             _ended(turn, group, error)
         if turn.outcome == "ok":
-            turn.disk_bps.append(_read_rate(configuration.path, shape, group, turn))
+            turn.disk_bps.append(_read_rate(turn, shape, devices))
     return turn
 
 
@@ -390,25 +390,23 @@ def _usual_read_ahead(configuration: Configuration, description: ModelDescriptio
         yield loop
 
 
-def _read_rate(path: Path, shape: ReadShape, group: LimitedGroup | SystemdScope | None, turn: Turn) -> float:
-    """Bytes a second of random reads of experts, within the limits of the arm."""
+def _read_rate(turn: Turn, shape: ReadShape, devices: Sequence[BlockDevice]) -> float:
+    """Bytes a second of random reads of experts, within the limits of the arm, but not charged to its group."""
     configuration = turn.configuration
-    size_bytes = path.stat().st_size
-    asked = {"path": str(path), "begin": size_bytes // 8, "end": size_bytes, "size": min(shape.size, size_bytes)}
-    asked |= {"depth": shape.depth, "seconds": READ_S}
-    command = [
-        *(group.prefix if isinstance(group, LimitedGroup) else []),
-        sys.executable,
-        str(Path(__file__).with_name("reads.py")),
-        json.dumps(asked),
-    ]
-    answer = subprocess.run(command, capture_output=True, text=True)
+    path, limits = configuration.path, configuration.limits
+    asked = {"path": str(path), "size": shape.size, "depth": shape.depth, "seconds": READ_S}
+    command = [sys.executable, "-m", "moestream.bench.reads", json.dumps(asked)]
+    with ExitStack() as stack:
+        if limits.disk_bps is not None:
+            group = limited(memory_bytes=None, read_bytes_per_s=limits.disk_bps, devices=devices)
+            command = [*stack.enter_context(group).prefix, *command]
+        answer = subprocess.run(command, capture_output=True, text=True)
     if answer.returncode != 0:
         raise MeasurementError(f"{path}: its disk's bandwidth cannot be measured: {answer.stderr.strip()[-300:]}")
     found = json.loads(answer.stdout)
     turn.reads_direct = found["direct"]
-    # A group lets a disk that was idle make up for it, and systemd's holds no process but the arm's.
-    return min(found["bytes_per_s"], configuration.limits.disk_bps or math.inf, configuration.arm.disk or math.inf)
+    # A group lets a disk that was idle make up for it.
+    return min(found["bytes_per_s"], limits.disk_bps or math.inf, configuration.arm.disk or math.inf)
 
 
 def median(values: Sequence[float]) -> float | None:
