@@ -36,6 +36,7 @@ struct simulation {
     struct place *slots;
     int64_t *ready; /* of the step's experts */
     int64_t now_ns, disk_free_ns;
+    int64_t begin_ns; /* of what is counted */
     int64_t next_guess, end_guess; /* steps whose guesses are not asked for yet; known */
     int next_in_guess;
 };
@@ -244,6 +245,17 @@ static void run_step(struct simulation *s) {
     let_disk_run(s, begin_ns);
 }
 
+static void run_token(struct simulation *s, int64_t token) {
+    const ms_simulation_options *options = s->options;
+    int64_t begin_ns = s->now_ns;
+    if (token == options->n_skipped) {
+        *s->result = (ms_simulation){0};
+        s->begin_ns = begin_ns;
+    }
+    for (int layer = 0; layer < options->n_layers; layer++, s->step++) run_step(s);
+    if (options->token_ns && token >= options->n_skipped) options->token_ns[token - options->n_skipped] = s->now_ns - begin_ns;
+}
+
 /* ------------------------------------------------------------ all of it */
 
 static bool fits(const int32_t *experts, int64_t n, int least, int n_experts) {
@@ -260,6 +272,8 @@ static int check(const ms_simulation_options *o, char *err, size_t errlen) {
     if (o->n_slots < o->n_layers * o->top_k)
         return ms_fail(-EINVAL, err, errlen, "a cache of %d experts cannot hold those of one token, %d layers x %d", o->n_slots, o->n_layers, o->top_k);
     if (!fits(o->experts, n_steps * o->top_k, 0, o->n_experts)) return ms_fail(-EINVAL, err, errlen, "the routing has an expert beyond %d", o->n_experts - 1);
+    if (o->n_skipped < 0 || o->n_skipped >= o->n_tokens)
+        return ms_fail(-EINVAL, err, errlen, "%lld tokens cannot be skipped of %lld", (long long)o->n_skipped, (long long)o->n_tokens);
     if (!o->guesses) return 0;
     if (o->n_guessed < 1 || !fits(o->guesses, n_steps * o->n_guessed, -1, o->n_experts)) return ms_fail(-EINVAL, err, errlen, "the guesses have an expert beyond %d", o->n_experts - 1);
     if (strcmp(o->policy, "belady") == 0) return ms_fail(-EINVAL, err, errlen, "policy \"belady\" knows the future and has no use for guesses");
@@ -279,8 +293,8 @@ int ms_simulate(const ms_simulation_options *options, ms_simulation *out, char *
     s.ready = malloc(sizeof *s.ready * (size_t)options->top_k);
     if (!s.slot_of || !s.slots || !s.ready) rc = ms_fail(-ENOMEM, err, errlen, "out of memory for a cache of %d experts", options->n_slots);
     for (int k = 0; k < s.n_keys && rc == 0; k++) s.slot_of[k] = -1;
-    for (; s.step < s.n_steps && rc == 0; s.step++) run_step(&s);
-    out->total_ns = s.now_ns;
+    for (int64_t token = 0; token < options->n_tokens && rc == 0; token++) run_token(&s, token);
+    out->total_ns = s.now_ns - s.begin_ns;
     s.policy->free(s.policy);
     free(s.slot_of);
     free(s.slots);

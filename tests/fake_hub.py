@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.server
 import json
+import re
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,8 +14,13 @@ REPO = "user/repo"
 
 
 @contextlib.contextmanager
-def serving(files: Mapping[str, Path]) -> Iterator[str]:
-    """The address of a hub whose only repository, `REPO`, holds `files`; any repository named gated is gated."""
+def serving(files: Mapping[str, Path], *, parts: bool = True, sent: list[int] | None = None) -> Iterator[str]:
+    """The address of a hub whose only repository, `REPO`, holds `files`; any repository named gated is gated.
+
+    Args:
+        parts: It gives parts of files, if asked to.
+        sent: Gets the number of bytes of each answer.
+    """
 
     class Hub(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -26,6 +32,10 @@ def serving(files: Mapping[str, Path]) -> Iterator[str]:
             elif name in files:
                 body = files[name].read_bytes()
                 headers |= {"ETag": f'"{list(files).index(name):04}"', "X-Repo-Commit": "0" * 40}
+                if parts and (wanted := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))):
+                    begin, end = int(wanted[1]), min(int(wanted[2]) + 1, len(body))
+                    headers["Content-Range"] = f"bytes {begin}-{end - 1}/{len(body)}"
+                    status, body = 206, body[begin:end]
             else:
                 status = 401 if path.endswith("/gated") else 404
                 headers["X-Error-Code"] = "GatedRepo" if path.endswith("/gated") else "RepoNotFound"
@@ -34,6 +44,8 @@ def serving(files: Mapping[str, Path]) -> Iterator[str]:
                 self.send_header(name, value)
             self.end_headers()
             if self.command == "GET":
+                if sent is not None:
+                    sent.append(len(body))
                 self.wfile.write(body)
 
         do_HEAD = do_GET

@@ -150,6 +150,29 @@ def test_reads_on_demand_block_and_what_is_there_is_computed_meanwhile() -> None
     assert run.limit_tokens_per_s == pytest.approx(1 / 0.004), "reading 4 ms a token, computing 3"
 
 
+def test_what_comes_after_the_last_layer_is_computed_once_a_token() -> None:
+    tokens = [[[0, 1]], [[0, 1]], [[0, 2]]]
+    run = times(tokens, 4, cache=3, rest_ms=2)
+    assert ms(run.seconds) == 10 + 3 + 6 + 3 * 2 and run.compute_s == pytest.approx(0.003 + 0.002)
+    assert [ms(second) for second in run.token_s] == [12, 5, 8]
+    guessed = times(tokens, 4, cache=3, rest_ms=2, predictor="oracle", ahead=1)
+    assert ms(guessed.wait_s) < ms(run.wait_s), "the disk goes on meanwhile"
+
+
+def test_tokens_that_are_skipped_fill_the_cache_and_are_not_counted() -> None:
+    tokens = [[[0, 1]], [[0, 1]], [[0, 2]]]
+    run = times(tokens, 4, cache=3, skip_tokens=1)
+    assert (run.tokens, run.wanted, run.hits, run.misses) == (2, 4, 3, 1)
+    assert ms(run.seconds) == 3 + 6 and ms(run.wait_s) == 3 and [ms(second) for second in run.token_s] == [3, 6]
+    whole, begin = one(drawn(300), cache=20), one(drawn(300), cache=20, skip_tokens=100)
+    first = one(
+        dataclasses.replace(drawn(300), **{n: getattr(drawn(300), n)[:100] for n in ("tokens", "experts", "weights")}),
+        cache=20,
+    )
+    assert whole.hits - first.hits == begin.hits and whole.misses - first.misses == begin.misses
+    assert begin.token_s == (), "without times nothing is known of them"
+
+
 def test_a_guess_is_read_while_attention_and_experts_are_computed() -> None:
     tokens = [[[0]], [[1]], [[2]]]
     assert ms(times(tokens, 4, cache=4).seconds) == 3 * (1 + 4 + 1)
@@ -262,6 +285,10 @@ def test_the_seed_decides_what_is_drawn() -> None:
         ({"layer_ms": -1, "expert_bytes": 9}, OptionError, "layer_ms=-1: give the milliseconds that one layer takes"),
         ({"layer_ms": math.inf, "expert_bytes": 9}, OptionError, "layer_ms=inf: give the milliseconds"),
         ({"attention_ms": 1}, OptionError, "attention_ms is a part of layer_ms: give that too"),
+        ({"rest_ms": 1.0}, OptionError, "rest_ms comes after the layers: give layer_ms too"),
+        ({"rest_ms": -1, "layer_ms": 1, "expert_bytes": 9}, OptionError, "rest_ms=-1: give the milliseconds that a token takes"),
+        ({"skip_tokens": 10}, OptionError, "skip_tokens=10: the trace has 10 tokens; give 0 to 9"),
+        ({"skip_tokens": -1}, OptionError, "skip_tokens=-1: the trace has 10 tokens; give 0 to 9"),
         ({"attention_ms": 2, "layer_ms": 1, "expert_bytes": 9}, OptionError, "attention_ms=2: it is a part of layer_ms=1; give 0 up to that"),
         ({"model": "none.gguf", "expert_bytes": 9}, OptionError, "expert_bytes: the model tells it; leave out one of the two"),
     ],
@@ -386,7 +413,7 @@ def test_json_is_all_of_it(file: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert (code, err) == (0, "")
     runs = simulate(file, cache="50%").runs
     assert value["runs"] == [run.as_dict() for run in runs]
-    assert set(value["runs"][0]) > {field.name for field in dataclasses.fields(SimulatedRun)}
+    assert set(value["runs"][0]) > {field.name for field in dataclasses.fields(SimulatedRun)} - {"token_s"}
     assert value["runs"][0]["seconds"] is None and value["runs"][0]["bytes_per_token"] is None
     assert (value["n_experts"], value["top_k"], value["layers"], value["expert_bytes"]) == (16, 4, [0, 1, 2], None)
 

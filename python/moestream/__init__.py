@@ -23,6 +23,8 @@ from .model import ExpertMatrix, ModelDescription, ModelFile, MoeLayer, describe
 from .models import demo_model
 from .options import ExpertStreaming
 from .perplexity import PerplexityReport, evaluate
+from .planner import Forecast, ModelShape, Plan, model_shape, plan
+from .probing import KernelRate, Probe, ReadRate, cached_probe, probe, token_compute_s
 from .simulation import SimulatedRun, SimulationResult, simulate
 from .stats import ExpertStats, Predictions
 from .synthesis import synthesise_trace
@@ -41,6 +43,8 @@ __all__ = [
     "ExpertStats",
     "ExpertStreaming",
     "ExportResult",
+    "KernelRate",
+    "Forecast",
     "LayerRouting",
     "LayerTimes",
     "Llama",
@@ -49,12 +53,16 @@ __all__ = [
     "ModelDescription",
     "ModelError",
     "ModelFile",
+    "ModelShape",
     "MoeLayer",
     "MoestreamError",
     "OptionError",
     "OutputError",
     "PerplexityReport",
+    "Plan",
     "Predictions",
+    "Probe",
+    "ReadRate",
     "RoutingStatistics",
     "RoutingTrace",
     "SimulatedRun",
@@ -64,14 +72,19 @@ __all__ = [
     "TraceError",
     "VerifyReport",
     "__version__",
+    "cached_probe",
     "convert",
     "demo_model",
     "describe",
     "evaluate",
     "export",
+    "probe",
+    "model_shape",
+    "plan",
     "record_routing",
     "routing_statistics",
     "simulate",
     "synthesise_trace",
+    "token_compute_s",
     "verify",
 ]

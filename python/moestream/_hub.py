@@ -15,9 +15,10 @@ from pathlib import Path
 
 from .errors import ModelError, OptionError
 
-__all__ = ["PREFERRED_QUANT", "choose_files", "download", "list_files", "matching_file", "split_set"]
+__all__ = ["PREFERRED_QUANT", "choose_files", "download", "list_files", "matching_file", "read_range", "split_set"]
 
 PREFERRED_QUANT = "Q4_K_M"
+_RANGE = re.compile(r"bytes \d+-\d+/(\d+)")
 _SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 
@@ -61,6 +62,25 @@ def download(
 
     with _told(repo):
         return [Path(hub.hf_hub_download(repo, file, local_dir=local_dir, cache_dir=cache_dir)) for file in files]
+
+
+def read_range(repo: str, file: str, begin: int, end: int) -> tuple[bytes, int]:
+    """Bytes ``begin`` to ``end`` of a file, or up to its end, without downloading it; and the size of the file.
+
+    Raises:
+        OptionError, ModelError: as :func:`list_files`; or the server gives whole files only.
+    """
+    import huggingface_hub as hub
+    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+    headers = build_hf_headers() | {"Range": f"bytes={begin}-{end - 1}"}
+    with _told(repo):
+        answer = get_session().get(hub.hf_hub_url(repo, file), headers=headers, timeout=30)
+        hf_raise_for_status(answer)
+    size = _RANGE.fullmatch(answer.headers.get("Content-Range", ""))
+    if size is None:
+        raise ModelError(f"{repo}, {file}: the server does not give parts of files; download the model, then plan for the file")
+    return answer.content, int(size[1])
 
 
 def choose_files(repo: str, files: Sequence[str], *, quant: str | None = None, name: str | None = None) -> list[str]:

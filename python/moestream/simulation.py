@@ -5,12 +5,11 @@ The replay itself is csrc/simulate.c, which runs the very policies that the engi
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, get_args
 
 import numpy as np
@@ -40,7 +39,7 @@ class SimulatedRun:
         cache_experts: How many the cache holds.
         cache_share: Of all.
         policy, predictor: As asked for.
-        tokens: Of the trace.
+        tokens: Of the trace, without those skipped.
         wanted: Experts, one count a token and layer.
         hits: Of these, found in memory, and not because of a guess.
         useful: Found in memory because of a guess.
@@ -52,6 +51,7 @@ class SimulatedRun:
         compute_s: Of one token; None if it is not known, and then nothing in seconds is.
         seconds: What the tokens took.
         wait_s: Of that, computation blocked on experts.
+        token_s: What each of them took; empty if times are not known.
     """
 
     cache_experts: int
@@ -70,6 +70,7 @@ class SimulatedRun:
     compute_s: float | None
     seconds: float | None
     wait_s: float | None
+    token_s: tuple[float, ...] = field(default=(), repr=False)
 
     @property
     def hit_rate(self) -> float:
@@ -99,9 +100,10 @@ class SimulatedRun:
         return 1 / longest if longest else math.inf
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON: what is not known is None."""
+        """Everything but the single tokens, ready for JSON: what is not known is None."""
         derived = ("hit_rate", "wasted", "bytes_per_token", "tokens_per_s", "limit_tokens_per_s")
-        return dataclasses.asdict(self) | {name: getattr(self, name) for name in derived}
+        values = vars(self) | {name: getattr(self, name) for name in derived}
+        return {name: value for name, value in values.items() if name != "token_s"}
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,8 @@ class SimulationResult:
         disk: Bytes per second.
         layer_ms: Computation of a layer, or None.
         attention_ms: Of that, before its experts are wanted.
+        rest_ms: Computation after the last layer.
+        skip_tokens: Of the trace, tokens at its beginning that are not counted.
         runs: One a cache, predictor and policy, in this order; Belady's only without prediction.
     """
 
@@ -122,6 +126,8 @@ class SimulationResult:
     disk: int
     layer_ms: float | None
     attention_ms: float | None
+    rest_ms: float
+    skip_tokens: int
     runs: tuple[SimulatedRun, ...]
 
 
@@ -137,6 +143,8 @@ def simulate(
     disk: int | str = "1GiB",
     layer_ms: float | None = None,
     attention_ms: float | None = None,
+    rest_ms: float = 0.0,
+    skip_tokens: int = 0,
     seed: int = 0,
 ) -> SimulationResult:
     """Replays the routing of a trace, token by token, through caches that are empty at first.
@@ -165,6 +173,8 @@ def simulate(
         disk: Bytes per second.
         layer_ms: Time to compute one layer when all its experts are in memory.
         attention_ms: Of that, before the experts are wanted; by default a third.
+        rest_ms: Time to compute what comes after the last layer.
+        skip_tokens: Tokens at the beginning that only fill the cache: nothing of them is counted.
         seed: Of what "random" and "recall" draw.
 
     Raises:
@@ -180,7 +190,11 @@ def simulate(
         if expert_bytes is not None:
             raise OptionError("expert_bytes: the model tells it; leave out one of the two")
         expert_bytes = _expert_bytes(describe(model), trace)
-    _check_times(layer_ms, attention_ms, expert_bytes, ahead)
+    _check_times(layer_ms, attention_ms, rest_ms, expert_bytes, ahead)
+    if not 0 <= skip_tokens < len(trace.tokens):
+        raise OptionError(
+            f"skip_tokens={skip_tokens}: the trace has {len(trace.tokens)} tokens; give 0 to {len(trace.tokens) - 1}"
+        )
     if layer_ms is not None and attention_ms is None:
         attention_ms = layer_ms * _ATTENTION
     disk = _size("disk", disk)
@@ -190,16 +204,18 @@ def simulate(
     for name in predictors:
         _recall(name)
 
-    machine = _Machine(expert_bytes, disk, layer_ms, attention_ms)
+    machine = _Machine(expert_bytes, disk, layer_ms, attention_ms, rest_ms)
     runs = []
     for size in sizes:
         for name in predictors:
             guesses = _guesses(name, trace, np.random.default_rng(seed))
             for chosen in policies:
                 if chosen != "belady" or guesses is None:
-                    out = _replayed(trace, chosen, size, guesses, _ahead(name, ahead, trace), machine)
-                    runs.append(_run(trace, chosen, name, size, machine, out))
-    return SimulationResult(trace, expert_bytes, disk, layer_ms, attention_ms, tuple(runs))
+                    out, token_ns = _replayed(
+                        trace, chosen, size, guesses, _ahead(name, ahead, trace), machine, skip_tokens
+                    )
+                    runs.append(_run(trace, chosen, name, size, machine, out, token_ns))
+    return SimulationResult(trace, expert_bytes, disk, layer_ms, attention_ms, rest_ms, skip_tokens, tuple(runs))
 
 
 @dataclass(frozen=True)
@@ -210,23 +226,32 @@ class _Machine:
     disk: int
     layer_ms: float | None
     attention_ms: float | None
+    rest_ms: float
 
     def times(self, top_k: int) -> dict[str, int]:
         """For ms_simulate. Without times a guess is always there in time: what counts is what it evicts."""
         if self.layer_ms is None or self.attention_ms is None or self.expert_bytes is None:
-            return {"read_ns": 0, "attention_ns": 1, "expert_ns": 0}
+            return {"read_ns": 0, "attention_ns": 1, "expert_ns": 0, "rest_ns": 0}
         return {
             "read_ns": round(self.expert_bytes / self.disk * 1e9),
             "attention_ns": round(self.attention_ms * 1e6),
             "expert_ns": round((self.layer_ms - self.attention_ms) * 1e6 / top_k),
+            "rest_ns": round(self.rest_ms * 1e6),
         }
 
 
 def _replayed(
-    trace: RoutingTrace, policy: str, size: int, guesses: npt.NDArray[np.int32] | None, ahead: int, machine: _Machine
-) -> Any:
-    """The ms_simulation of one replay."""
+    trace: RoutingTrace,
+    policy: str,
+    size: int,
+    guesses: npt.NDArray[np.int32] | None,
+    ahead: int,
+    machine: _Machine,
+    skipped: int,
+) -> tuple[Any, npt.NDArray[np.int64]]:
+    """The ms_simulation of one replay, and nanoseconds a token."""
     experts = np.ascontiguousarray(trace.experts, dtype=np.int32)
+    token_ns = np.zeros(len(experts) - skipped, np.int64)
     name = ffi.new("char[]", policy.encode())
     options = {
         "n_tokens": experts.shape[0],
@@ -239,22 +264,32 @@ def _replayed(
         "guesses": ffi.NULL if guesses is None else ffi.from_buffer("int32_t[]", guesses),
         "n_guessed": 0 if guesses is None else guesses.shape[2],
         "ahead": ahead,
+        "n_skipped": skipped,
+        "token_ns": ffi.from_buffer("int64_t[]", token_ns),
         **machine.times(trace.top_k),
     }
     out = ffi.new("ms_simulation *")
     check(lib.ms_simulate, ffi.new("ms_simulation_options *", options), out, error=OptionError)
-    return out
+    return out, token_ns
 
 
-def _run(trace: RoutingTrace, policy: str, predictor: str, size: int, machine: _Machine, out: Any) -> SimulatedRun:
+def _run(
+    trace: RoutingTrace,
+    policy: str,
+    predictor: str,
+    size: int,
+    machine: _Machine,
+    out: Any,
+    token_ns: npt.NDArray[np.int64],
+) -> SimulatedRun:
     layers, timed = len(trace.layers), machine.layer_ms is not None
     return SimulatedRun(
         cache_experts=size,
         cache_share=size / (layers * trace.n_experts),
         policy=policy,
         predictor=predictor,
-        tokens=len(trace.tokens),
-        wanted=trace.experts.size,
+        tokens=len(token_ns),
+        wanted=len(token_ns) * layers * trace.top_k,
         hits=out.hits,
         useful=out.useful,
         late=out.late,
@@ -262,9 +297,10 @@ def _run(trace: RoutingTrace, policy: str, predictor: str, size: int, machine: _
         guessed=out.guessed,
         expert_bytes=machine.expert_bytes,
         disk=machine.disk,
-        compute_s=None if machine.layer_ms is None else layers * machine.layer_ms / 1e3,
+        compute_s=None if machine.layer_ms is None else (layers * machine.layer_ms + machine.rest_ms) / 1e3,
         seconds=out.total_ns / 1e9 if timed else None,
         wait_s=out.wait_ns / 1e9 if timed else None,
+        token_s=tuple((token_ns / 1e9).tolist()) if timed else (),
     )
 
 
@@ -287,18 +323,26 @@ def _size(option: str, value: int | str) -> int:
 
 
 def _check_times(
-    layer_ms: float | None, attention_ms: float | None, expert_bytes: int | None, ahead: int | None
+    layer_ms: float | None,
+    attention_ms: float | None,
+    rest_ms: float,
+    expert_bytes: int | None,
+    ahead: int | None,
 ) -> None:
     if ahead is not None and ahead < 0:
         raise OptionError(f"ahead={ahead}: give a number of layers, or 0 for the layer whose attention comes next")
     if layer_ms is None:
         if attention_ms is not None:
             raise OptionError("attention_ms is a part of layer_ms: give that too")
+        if rest_ms:
+            raise OptionError("rest_ms comes after the layers: give layer_ms too")
         return
     if expert_bytes is None:
         raise OptionError("layer_ms: how long a read takes must be known too: give expert_bytes or a model")
     if not 0 <= layer_ms < math.inf:
         raise OptionError(f"layer_ms={layer_ms}: give the milliseconds that one layer takes")
+    if not 0 <= rest_ms < math.inf:
+        raise OptionError(f"rest_ms={rest_ms}: give the milliseconds that a token takes after its last layer")
     if attention_ms is not None and not 0 <= attention_ms <= layer_ms:
         raise OptionError(f"attention_ms={attention_ms}: it is a part of layer_ms={layer_ms}; give 0 up to that")
 

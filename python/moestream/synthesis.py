@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,7 @@ from ._locality import WINDOW
 from .errors import OptionError
 from .trace import RoutingTrace
 
-__all__ = ["PRESETS", "Preset", "synthesise_trace"]
+__all__ = ["PRESETS", "Preset", "synthesise_trace", "transferred_trace"]
 
 _Floats = npt.NDArray[np.float32]
 
@@ -105,26 +106,50 @@ def synthesise_trace(
     wanted = _wanted(like, given)
     if tokens < 1:
         raise OptionError(f"tokens={tokens}: give a number of at least 1")
-    draw = np.random.default_rng(seed)
-    strengths = _fitted(wanted)
-    chosen, weights = _chosen(wanted, strengths, tokens, draw)
+    fitted = (
+        f"fitted to reuse of {wanted.reused_last:.0%} by the next token, {wanted.reused_window:.0%} within {WINDOW}, "
+        f"balance {wanted.balance:.0%}; seed {seed}"
+    )
+    model = like or f"{wanted.layers} layers, {wanted.top_k} of {wanted.experts} experts"
+    return _drawn(wanted, _fitted(wanted), tokens, seed, model, fitted)
+
+
+def transferred_trace(
+    *, like: str, layers: int, experts: int, top_k: int, tokens: int = 2000, seed: int = 0
+) -> RoutingTrace:
+    """A routing of any shape, whose scores are made of the same parts as those that give a preset its locality.
+
+    Where a shape makes other experts more or less probable to be chosen by chance, reuse is more or less than the preset's.
+
+    Args:
+        like: One of PRESETS.
+        layers, experts, top_k, tokens, seed: As `synthesise_trace` has them.
+
+    Raises:
+        OptionError: No such preset, or a shape that is none.
+    """
+    targets = dict.fromkeys(("reused_last", "reused_window", "balance"))
+    shape = _wanted(like, {"layers": layers, "experts": experts, "top_k": top_k, **targets})
+    model = f"{layers} layers, {top_k} of {experts} experts"
+    return _drawn(shape, _fitted(PRESETS[like]), tokens, seed, model, f"scores fitted to {like}; seed {seed}")
+
+
+def _drawn(shape: Preset, strengths: _Strengths, tokens: int, seed: int, model: str, synthetic: str) -> RoutingTrace:
+    chosen, weights = _chosen(shape, strengths, tokens, np.random.default_rng(seed))
     return RoutingTrace(
-        model=like or f"{wanted.layers} layers, {wanted.top_k} of {wanted.experts} experts",
+        model=model,
         model_hash="",
         architecture="",
-        layers=tuple(range(wanted.layers)),
-        n_experts=wanted.experts,
+        layers=tuple(range(shape.layers)),
+        n_experts=shape.experts,
         tokens=np.zeros(tokens, np.int32),
-        experts=chosen.astype(np.uint8 if wanted.experts <= 256 else np.uint16),
+        experts=chosen.astype(np.uint8 if shape.experts <= 256 else np.uint16),
         weights=weights.astype(np.float16),
         starts=np.zeros(1, np.int64),
         source="",
         tool=f"moestream {importlib.metadata.version('moestream')}",
         tokens_at_once=0,
-        synthetic=(
-            f"fitted to reuse of {wanted.reused_last:.0%} by the next token, {wanted.reused_window:.0%} within {WINDOW}, "
-            f"balance {wanted.balance:.0%}; seed {seed}"
-        ),
+        synthetic=synthetic,
     )
 
 
@@ -221,6 +246,7 @@ def _chosen(
 # Fitting
 
 
+@cache
 def _fitted(wanted: Preset) -> _Strengths:
     """The strengths that meet the targets, by Newton's method on one long sample, which is always the same.
 

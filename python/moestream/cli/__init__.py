@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from ..errors import MoestreamError
-from . import bench, convert, demo, eval, export, generate, inspect, simulate, trace, verify
+from . import bench, convert, demo, eval, export, generate, inspect, plan, probe, simulate, trace, verify
 from ._logging import log_to_stderr
 from ._output import versions
 
@@ -34,6 +34,8 @@ _COMMANDS = {
     "export": export,
     "generate": generate,
     "inspect": inspect,
+    "probe": probe,
+    "plan": plan,
     "simulate": simulate,
     "trace": trace,
     "verify": verify,

@@ -22,12 +22,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add_hub_arguments(parser)
 
 
-def add_hub_arguments(parser: argparse.ArgumentParser) -> None:
+def add_hub_arguments(parser: argparse.ArgumentParser, how: str = "downloaded once") -> None:
     parser.add_argument(
         "-hf",
         "--hf-repo",
         metavar="USER/REPO[:QUANT]",
-        help=f"take it from the Hugging Face Hub, downloaded once (default QUANT: {_hub.PREFERRED_QUANT}, else the first)",
+        help=f"take it from the Hugging Face Hub, {how} (default QUANT: {_hub.PREFERRED_QUANT}, else the first)",
     )
     parser.add_argument("-hff", "--hf-file", metavar="FILE", help="the file in that repository, instead of a QUANT")
 

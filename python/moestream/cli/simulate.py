@@ -83,6 +83,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--attention-ms", type=float, metavar="MS", help="of that, before its experts are wanted (default: a third)"
     )
     parser.add_argument(
+        "--rest-ms", type=float, default=0.0, metavar="MS", help="time to compute what comes after the last layer"
+    )
+    parser.add_argument(
+        "--skip-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of the trace, tokens at the beginning that only fill the cache and are not counted",
+    )
+    parser.add_argument(
         "--seed", type=int, default=0, metavar="N", help="of what is drawn for random and recall (default: %(default)s)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -91,9 +101,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _facts(result: SimulationResult) -> Iterator[tuple[str, str]]:
     trace = result.trace
     of_a_token = len(trace.layers) * trace.top_k
+    skipped = result.skip_tokens
     yield (
         "routing",
-        f"{len(trace.tokens):,} tokens, {of_a_token} of {len(trace.layers) * trace.n_experts} experts each",
+        f"{len(trace.tokens) - skipped:,} tokens, {of_a_token} of {len(trace.layers) * trace.n_experts} experts each"
+        + (f"; {skipped:,} before them fill the cache" if skipped else ""),
     )
     if trace.synthetic:
         yield "made", f"not recorded from a model: {trace.synthetic}"
@@ -104,7 +116,7 @@ def _facts(result: SimulationResult) -> Iterator[tuple[str, str]]:
             f"{format_size(result.expert_bytes)} each, {token} a token; {format_size(result.disk)}/s from the disk",
         )
     if result.layer_ms is not None:
-        token_ms = len(trace.layers) * result.layer_ms
+        token_ms = len(trace.layers) * result.layer_ms + result.rest_ms
         yield (
             "compute",
             f"{result.layer_ms:.2f} ms a layer, {result.attention_ms:.2f} ms of it attention"
@@ -163,7 +175,7 @@ def _cells(run: SimulatedRun) -> dict[str, str]:
 def _as_json(result: SimulationResult) -> dict[str, Any]:
     trace = result.trace
     about = ("model", "model_hash", "architecture", "n_experts", "top_k", "source", "tool", "synthetic")
-    options = ("expert_bytes", "disk", "layer_ms", "attention_ms")
+    options = ("expert_bytes", "disk", "layer_ms", "attention_ms", "rest_ms", "skip_tokens")
     return {
         **{name: getattr(trace, name) for name in about},
         "layers": list(trace.layers),

@@ -21,7 +21,17 @@ from ..errors import ModelError
 from ..model import describe
 from . import ggml
 
-__all__ = ["GgufFile", "Key", "Model", "Tensor", "header_bytes", "open_gguf", "open_stock", "padded"]
+__all__ = [
+    "GgufFile",
+    "Key",
+    "Model",
+    "Tensor",
+    "header_bytes",
+    "header_is_whole",
+    "open_gguf",
+    "open_stock",
+    "padded",
+]
 
 ALIGNMENT = "general.alignment"
 ARCHITECTURE = "general.architecture"
@@ -171,10 +181,14 @@ class _Damaged(Exception):
     """What is wrong with a header, without the file's name."""
 
 
+class _TooShort(_Damaged):
+    """Something reaches beyond the bytes that there are."""
+
+
 class _Header:
     """A position in a header that cannot pass its end."""
 
-    def __init__(self, data: mmap.mmap) -> None:
+    def __init__(self, data: mmap.mmap | bytes) -> None:
         self.data = data
         self.at = 0
         self.left_to = min(len(data), _MAX_HEADER_BYTES)
@@ -183,7 +197,7 @@ class _Header:
         """Goes on by `size` bytes and returns where they begin."""
         begin = self.at
         if size > self.left_to - begin:
-            raise _Damaged(f"{what} at byte {begin} is {size} bytes long, which is beyond byte {self.left_to}")
+            raise _TooShort(f"{what} at byte {begin} is {size} bytes long, which is beyond byte {self.left_to}")
         self.at += size
         return begin
 
@@ -220,6 +234,25 @@ def open_gguf(path: str | os.PathLike[str], *, file: int = 0) -> GgufFile:
         if isinstance(exc, ModelError):
             raise
         raise ModelError(f"{path}: {getattr(exc, 'strerror', None) or exc}; check the path") from exc
+
+
+def header_is_whole(head: bytes) -> bool:
+    """Whether the beginning of a file holds its header; also if it is no sound one, and more of it would not help."""
+    if head[:4] != b"GGUF":
+        return len(head) >= 4
+    header = _Header(head)
+    try:
+        header.skip(8, "magic and version")
+        n_tensors, n_keys = header.number(U64, "the number of tensors"), header.number(U64, "the number of keys")
+        for index in range(n_keys):
+            _parse_key(header, index)
+        for index in range(n_tensors):
+            _parse_tensor(header, index)
+    except _TooShort:
+        return False
+    except _Damaged:
+        return True
+    return True
 
 
 def _parse(path: Path, status: os.stat_result, data: mmap.mmap, file: int) -> GgufFile:
@@ -277,7 +310,7 @@ def _parse_key(header: _Header, index: int) -> Key:
     if type == STRING:
         # At least eight bytes a string: a count that cannot be is refused before any of them is read.
         if count is not None and count > (header.left_to - value) // 8:
-            raise _Damaged(f"{name} at byte {value} has {count} strings, which is beyond byte {header.left_to}")
+            raise _TooShort(f"{name} at byte {value} has {count} strings, which is beyond byte {header.left_to}")
         for _ in range(1 if count is None else count):
             header.skip(header.number(U64, f"the length of a string of {name}"), f"a string of {name}")
     else:
