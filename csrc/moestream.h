@@ -414,7 +414,8 @@ typedef struct ms_kernel_probe_options {
 /* Multiplies each of n matrices with one vector, over and over, and writes how many seconds each pass took, `max` of them at most.
  * Returns how many passes. -ENOTSUP: ggml does not interleave such a matrix here; -EINVAL: no such type, or too large; -ENOMEM. */
 int ms_kernel_probe_products(ms_kernel_probe *probe, const ms_kernel_probe_options *options, double *seconds, int max, char *err, size_t errlen);
-/* The same for the attention of one token in so many layers: flash attention over F16 keys and values of `positions`. */
+/* The same for the attention of one token in so many layers over F16 keys and values of `positions`, computed as llama.cpp does by
+ * default: without flash attention. */
 int ms_kernel_probe_attention(ms_kernel_probe *probe, int layers, int heads, int kv_heads, int head, int positions, int64_t for_ns, double *seconds, int max, char *err, size_t errlen);
 void ms_kernel_probe_close(ms_kernel_probe *probe);
 

@@ -231,12 +231,12 @@ done:
 int ms_kernel_probe_attention(ms_kernel_probe *probe, int layers, int heads, int kv_heads, int head, int positions, int64_t for_ns, double *seconds, int max, char *err, size_t errlen) {
     size_t n = (size_t)layers, row_bytes = (size_t)(kv_heads * head) * sizeof(ggml_fp16_t), cache_bytes = row_bytes * (size_t)positions;
     if (2 * n * cache_bytes > probe->bytes) return ms_fail(-EINVAL, err, errlen, "%d layers of %d positions do not fit", layers, positions);
-    struct ggml_context *context = ggml_init((struct ggml_init_params){.mem_size = ggml_tensor_overhead() * (4 * n + 3) + ggml_graph_overhead_custom(4 * n + 4, false), .no_alloc = true});
+    struct ggml_context *context = ggml_init((struct ggml_init_params){.mem_size = ggml_tensor_overhead() * (5 * n + 3) + ggml_graph_overhead_custom(6 * n + 4, false), .no_alloc = true});
     size_t values = (size_t)(heads * head);
     float *query = malloc(values * sizeof(float)), *output = malloc(values * sizeof(float)), *some = malloc(row_bytes / sizeof(ggml_fp16_t) * sizeof(float));
-    ggml_fp16_t *mask = calloc((size_t)positions, sizeof *mask);
+    float *scores = malloc((size_t)heads * (size_t)positions * sizeof(float)), *mask = calloc((size_t)positions, sizeof *mask);
     int rc;
-    if (!context || !query || !output || !some || !mask) {
+    if (!context || !query || !output || !some || !scores || !mask) {
         rc = ms_fail(-ENOMEM, err, errlen, "out of memory for attention");
         goto done;
     }
@@ -244,20 +244,24 @@ int ms_kernel_probe_attention(ms_kernel_probe *probe, int layers, int heads, int
     fill(some, row_bytes / sizeof(ggml_fp16_t));
     ggml_fp32_to_fp16_row(some, (ggml_fp16_t *)probe->memory, (int64_t)(row_bytes / sizeof(ggml_fp16_t)));
     for (size_t at = row_bytes; at < 2 * n * cache_bytes; at += row_bytes) memcpy(probe->memory + at, probe->memory, row_bytes);
-    struct ggml_tensor *q = ggml_new_tensor_3d(context, GGML_TYPE_F32, head, 1, heads), *m = ggml_new_tensor_2d(context, GGML_TYPE_F16, positions, 1);
+    struct ggml_tensor *q = ggml_new_tensor_3d(context, GGML_TYPE_F32, head, 1, heads), *m = ggml_new_tensor_2d(context, GGML_TYPE_F32, positions, 1);
     q->data = query;
     m->data = mask;
-    struct ggml_cgraph *graph = ggml_new_graph_custom(context, 4 * n + 4, false);
+    struct ggml_cgraph *graph = ggml_new_graph_custom(context, 6 * n + 4, false);
     for (size_t i = 0; i < n; i++) {
-        struct ggml_tensor *kv[2];
-        for (size_t j = 0; j < 2; j++) {
-            kv[j] = ggml_new_tensor_3d(context, GGML_TYPE_F16, head, positions, kv_heads);
-            kv[j]->data = probe->memory + (2 * i + j) * cache_bytes;
-            kv[j]->nb[1] = row_bytes; /* as in a cache: all heads of a position together */
-            kv[j]->nb[2] = (size_t)head * sizeof(ggml_fp16_t);
-            kv[j]->nb[3] = cache_bytes;
-        }
-        struct ggml_tensor *attention = ggml_flash_attn_ext(context, q, kv[0], kv[1], m, 1.0f / sqrtf((float)head), 0, 0);
+        /* As in llama.cpp's cache: of keys all heads of a position together, of values all positions of a value. */
+        struct ggml_tensor *keys = ggml_new_tensor_3d(context, GGML_TYPE_F16, head, positions, kv_heads);
+        keys->data = probe->memory + 2 * i * cache_bytes;
+        keys->nb[1] = row_bytes;
+        keys->nb[2] = (size_t)head * sizeof(ggml_fp16_t);
+        keys->nb[3] = cache_bytes;
+        struct ggml_tensor *transposed = ggml_new_tensor_3d(context, GGML_TYPE_F16, positions, head, kv_heads);
+        transposed->data = probe->memory + (2 * i + 1) * cache_bytes;
+        struct ggml_tensor *alike = ggml_mul_mat(context, keys, q);
+        ggml_mul_mat_set_prec(alike, GGML_PREC_F32);
+        struct ggml_tensor *shares = ggml_soft_max_ext(context, alike, m, 1.0f / sqrtf((float)head), 0);
+        alike->data = shares->data = scores;
+        struct ggml_tensor *attention = ggml_mul_mat(context, transposed, shares);
         attention->data = output;
         ggml_build_forward_expand(graph, attention);
     }
@@ -267,6 +271,7 @@ done:
     free(query);
     free(output);
     free(some);
+    free(scores);
     free(mask);
     return rc;
 }
