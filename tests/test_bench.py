@@ -17,8 +17,7 @@ import pytest
 import moestream
 from command import PYTHON, moestream_command
 from factory import make
-from moestream.bench import ARMS, benchmark, cgroup, parse_arm, turn
-from moestream.bench import benchmark as benchmark_function
+from moestream.bench import ARMS, benchmark, cgroup, parse_arm, rounds, turn
 from moestream.bench.cgroup import LimitedGroup, SystemdScope, limited
 from moestream.bench.options import numbers, pair
 from moestream.bench.session import Arm, ArmRefusedError, Session
@@ -328,6 +327,24 @@ def test_a_limit_in_which_a_model_cannot_be_streamed_is_refused_before(folder: P
         benchmark(model=path, arms="stream-prefetch", memory="50MiB")
 
 
+def test_an_arm_that_would_take_all_memory_is_refused_where_nothing_limits_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make(folder)
+    monkeypatch.setattr(rounds, "available_bytes", lambda: 90 * MIB)
+    for arm in ("stock-resident", "stock-none", "stock-mmap"):
+        with pytest.raises(
+            OptionError, match=f"^{arm} takes .* and 90.00 MiB are available: give a limit with memory="
+        ):
+            benchmark(model=path, arms=arm)
+    with pytest.raises(
+        OptionError, match=r"^memory: 1.00 GiB are more than the 90.00 MiB that are available, and so no limit$"
+    ):
+        benchmark(model=path, arms="stock-mmap", memory="1GiB")
+    (found,) = benchmark(model=path, arms="stock-mmap-tuned", n_prompt=0, n_gen=4, repetitions=1, warmup=0)
+    assert found["outcome"] == "ok", "its pages can be given up"
+
+
 def test_without_the_right_to_make_a_group_nothing_is_measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cgroup, "_mounts", dict)
     monkeypatch.setattr(cgroup.shutil, "which", lambda name: None)
@@ -577,7 +594,7 @@ def test_the_function_and_the_command_have_the_same_options() -> None:
 
     options = {action.dest for action in _parser()._subparsers._group_actions[0].choices["bench"]._actions}
     only_of_the_command = {"help", "verbose", "hf_repo", "hf_file", "output", "progress", "compare", "no_warmup"}
-    assert options - only_of_the_command == set(inspect.signature(benchmark_function).parameters) - {
+    assert options - only_of_the_command == set(inspect.signature(benchmark).parameters) - {
         "on_record",
         "progress",
     }

@@ -5,6 +5,6 @@
 """
 
 from .arms import ARMS, BenchArm, parse_arm
-from .benchmark import benchmark
+from .rounds import benchmark
 
 __all__ = ["ARMS", "BenchArm", "benchmark", "parse_arm"]

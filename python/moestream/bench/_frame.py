@@ -135,7 +135,7 @@ def conditions(records: Sequence[Record]) -> list[str]:
         named = machine.get("versions") or {}
         said = [f"{name} {named[name]}" for name in ("moestream", "llama-cpp-python") if named.get(name)]
         said += [f"llama.cpp {record['build_commit']}"] if record.get("build_commit") else []
-        return ", ".join([*said, *([f"Linux {machine['kernel']}"] if machine.get("kernel") else [])])
+        return ", ".join([*said, *([machine["kernel"]] if machine.get("kernel") else [])])
 
     model = each(lambda r: f"{r.get('model_type') or r['model_filename']} ({_on_disk(r)})")
     depth = each(lambda r: f"{r.get('n_depth') or 0}")

@@ -15,7 +15,7 @@ from .. import models
 from .._capture import fingerprint
 from .._threads import default_threads
 from ..errors import MeasurementError, OptionError
-from ..memory import format_size, parse_size
+from ..memory import available_bytes, format_size, parse_size
 from ..model import ModelDescription, describe
 from .arms import BenchArm, parse_arm
 from .cgroup import limited
@@ -293,8 +293,25 @@ def _sizes(option: str, value: str | int | Sequence[str | int] | None) -> list[i
 
 
 def _require_room(limits: Limits, description: ModelDescription, arm: BenchArm) -> None:
-    """Stock arms may be killed for want of memory, which is a result; ours would refuse, which can be told before."""
-    if limits.memory is None or not arm.streamed:
+    """Within a limit stock arms may be killed, which is a result; without one it would be the machine that suffers.
+
+    Ours would refuse, which can be told before.
+    """
+    available = available_bytes()
+    if limits.memory is not None and limits.memory > available:
+        raise OptionError(
+            f"memory: {format_size(limits.memory)} are more than the {format_size(available)} that are available, and so no limit"
+        )
+    if not arm.streamed:
+        taken = description.bytes_on_disk + _PROCESS_BYTES
+        keeps = not arm.mapped or arm.options.get("repack")
+        if limits.memory is None and keeps and taken > available:
+            raise OptionError(
+                f"{arm.label} takes {format_size(taken)} of memory for {description.path.name}, and {format_size(available)} are "
+                "available: give a limit with memory=, within which it is killed before the machine suffers, or leave it out"
+            )
+        return
+    if limits.memory is None:
         return
     number = arm.options.get("experts_used") or description.experts_used
     smallest = description.minimum_cache_bytes * number // description.experts_used
