@@ -5,24 +5,29 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import bench_records
 import moestream
 from command import PYTHON, moestream_command
 from factory import make
 from moestream.bench import ARMS, benchmark, cgroup, parse_arm, rounds, turn
 from moestream.bench.cgroup import LimitedGroup, SystemdScope, limited
+from moestream.bench.disk import BlockDevice, block_device_of, drop_caches
 from moestream.bench.options import numbers, pair
-from moestream.bench.session import Arm, ArmRefusedError, Session
+from moestream.bench.session import Arm, ArmRefusedError, ArmSilentError, Session
 from moestream.bench.summary import drift
-from moestream.errors import MeasurementError, ModelError, OptionError
+from moestream.cli import main as cli_main
+from moestream.errors import MeasurementError, ModelError, OptionError, OutputError
 
 MIB = 1 << 20
 
@@ -374,13 +379,17 @@ def test_a_group_of_a_process_that_is_gone_is_removed(group: None) -> None:
             assert kept._folders[0].exists()
 
 
-def fake_systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, works: bool) -> Path:
-    """A systemd-run that runs the command and writes down how it was called, or fails as without a bus."""
+def fake_systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, works: bool, has: str = "") -> Path:
+    """A systemd-run that runs the command and writes down how it was called, or fails as without a bus.
+
+    Its trial finds the limits `has`.
+    """
     log = tmp_path / "calls"
     run = tmp_path / "systemd-run"
     run.write_text(
         f'#!/bin/sh\necho "$@" >> {log}\n'
         + (
+            f'case "$*" in *unit=trial-*) echo "{has}"; exit 0;; esac\n'
             'while [ "$1" != -- ]; do shift; done; shift; exec "$@"\n'
             if works
             else "echo Failed to connect to bus >&2\nexit 1\n"
@@ -395,12 +404,37 @@ def fake_systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, works: bool
 
 
 def test_systemd_limits_where_we_may_not(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = fake_systemd(tmp_path, monkeypatch, works=True)
+    log = fake_systemd(tmp_path, monkeypatch, works=True, has=f"memory {1 << 30}")
     (found,) = benchmark(
         model=make(folder), arms="stream-reactive", memory="1GiB", n_prompt=0, n_gen=4, repetitions=1, warmup=0
     )
     assert (found["outcome"], found["limited_by"]) == ("ok", "systemd-run")
     assert f"--property MemoryMax={1 << 30} --property MemorySwapMax=0 -- " in log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("has", "message"),
+    [
+        ("memory max", "systemd-run does not set a memory limit here"),
+        ("memory ", "systemd-run does not set a memory limit here"),
+        (f"memory {64 * MIB}\n8:0 rbps=max wbps=1 riops=max wiops=max", "systemd-run does not set a read limit here"),
+        (f"memory {64 * MIB}", "systemd-run does not set a read limit here"),
+    ],
+)
+def test_a_limit_that_systemd_leaves_out_is_not_taken_for_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has: str, message: str
+) -> None:
+    fake_systemd(tmp_path, monkeypatch, works=True, has=has)
+    limits = {"memory_bytes": 64 * MIB, "read_bytes_per_s": 10**8, "devices": [BlockDevice("sda", "8:0")]}
+    with pytest.raises(MeasurementError, match=f"^{message}"), SystemdScope(**limits):
+        pass
+
+
+def test_limits_that_systemd_sets_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    has = f"memory {64 * MIB}\n8:0 rbps=100000000 wbps=max riops=max wiops=max"
+    fake_systemd(tmp_path, monkeypatch, works=True, has=has)
+    with SystemdScope(memory_bytes=64 * MIB, read_bytes_per_s=10**8, devices=[BlockDevice("sda", "8:0")]):
+        pass
 
 
 def test_systemd_that_may_not_either_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -472,6 +506,99 @@ def test_a_model_that_changes_between_turns_ends_it_and_keeps_what_was_measured(
     assert kept[0]["outcome_message"] == "broken off after 1 rounds"
 
 
+def test_a_model_that_goes_away_between_turns_ends_it_and_keeps_what_was_measured(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "going.gguf"
+    path.write_bytes(make(folder).read_bytes())
+    kept: list[dict] = []
+
+    def remove(doing: str, done: int, total: int) -> None:
+        if done == 1:
+            path.unlink(missing_ok=True)
+
+    options = {"n_prompt": 0, "n_gen": 4, "repetitions": 3, "warmup": 0, "on_record": kept.append, "progress": remove}
+    with pytest.raises(MeasurementError, match="going.gguf: cannot be read any more"):
+        benchmark(model=path, arms="stream-reactive", **options)
+    assert [record["outcome"] for record in kept] == ["interrupted"]
+
+
+def test_an_arm_that_does_not_answer_is_a_result_and_others_go_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = Session.feed
+
+    def feed(self: Session, *given: object, **options: object) -> object:
+        if self.arm.kind == "stock":
+            raise ArmSilentError("the stock arm gave no answer within 900 s")
+        return answer(self, *given, **options)
+
+    monkeypatch.setattr(Session, "feed", feed)
+    silent, ran = benchmark(
+        model=make(folder), arms="stock-none,stream-reactive", n_prompt=0, n_gen=4, repetitions=1, warmup=0
+    )
+    assert silent["outcome"] == "failed"
+    assert silent["outcome_message"] == "while computing its first token: the stock arm gave no answer within 900 s"
+    assert ran["outcome"] == "ok"
+
+
+def test_a_test_that_was_done_counts_though_a_later_one_was_not(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = Session.feed
+
+    def feed(self: Session, tokens: list[int], **options: object) -> object:
+        if len(tokens) == 9:
+            raise ArmSilentError("no answer")
+        return answer(self, tokens, **options)
+
+    monkeypatch.setattr(Session, "feed", feed)
+    first, second = benchmark(
+        model=make(folder), arms="stream-reactive", n_prompt=0, n_gen="4,9", repetitions=2, warmup=0
+    )
+    assert first["outcome"] == "ok" and "a later test of this arm: while measuring: no answer" in first["warnings"]
+    assert second["outcome"] == "failed" and second["avg_ts"] == 0
+
+
+def test_bandwidth_is_measured_on_the_largest_file_of_a_split_model(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, asked = make(folder, split=3), []
+    run = subprocess.run
+    monkeypatch.setattr(
+        turn.subprocess, "run", lambda command, **options: (asked.append(command), run(command, **options))[1]
+    )
+    benchmark(model=path, arms="stream-reactive", n_prompt=0, n_gen=2, repetitions=1, warmup=0)
+    read = {json.loads(command[-1])["path"] for command in asked if "moestream.bench.reads" in command}
+    assert read == {str(max(moestream.describe(path).files, key=lambda file: file.path.stat().st_size).path)}
+
+
+def test_where_not_all_caches_may_be_dropped_those_of_the_file_are(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = Path.write_text
+
+    def refuse(self: Path, *given: object) -> int:
+        if self == Path("/proc/sys/vm/drop_caches"):
+            raise OSError(30, "Read-only file system")
+        return written(self, *given)
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    drop_caches(make(folder))
+
+
+def test_a_file_in_memory_is_told_as_that() -> None:
+    memory = Path("/dev/shm")
+    if not shutil.which("fincore") or not os.access(memory, os.W_OK):
+        pytest.skip("there is no fincore or no /dev/shm here")
+    with tempfile.NamedTemporaryFile(dir=memory) as file:
+        file.write(bytes(MIB))
+        file.flush()
+        with pytest.raises(
+            MeasurementError, match="stay in the page cache: its file system is memory; put it on a disk$"
+        ):
+            drop_caches(Path(file.name))
+        with pytest.raises(MeasurementError, match="is not on a block device"):
+            block_device_of(Path(file.name))
+
+
 def test_an_arm_that_cannot_be_loaded_says_why(folder: Path) -> None:
     with (
         pytest.raises(ArmRefusedError, match="cannot hold the experts of one token"),
@@ -539,7 +666,10 @@ def test_wrong_options_of_the_command(arguments: tuple[str, ...], message: str) 
     assert done.stdout == ""
 
 
-def test_ctrl_c_keeps_what_was_measured_and_leaves_no_group(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_who_is_told_to_stop_keeps_what_was_measured_and_leaves_no_group(
+    folder: Path, tmp_path: Path, by: signal.Signals
+) -> None:
     command = [*PYTHON, "bench", "-m", str(make(folder)), "--arms", "stock-none,stream-reactive", "-p", "0", "-n", "16"]
     command += ["-r", "500", "--warmup", "0", "--progress", "-o", f"json={tmp_path / 'run.json'}"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -547,7 +677,7 @@ def test_ctrl_c_keeps_what_was_measured_and_leaves_no_group(folder: Path, tmp_pa
         if "round 2 of 500" in line:
             break
     time.sleep(0.3)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(by)
     _, told = process.communicate(timeout=60)
     assert process.returncode == 130
     assert told.endswith("moestream: interrupted: what was measured so far is told\n")
@@ -555,6 +685,38 @@ def test_ctrl_c_keeps_what_was_measured_and_leaves_no_group(folder: Path, tmp_pa
     assert {record["outcome"] for record in found} == {"interrupted"}
     assert all(record["avg_ts"] > 0 for record in found)
     assert groups_left() == []
+
+
+@pytest.mark.parametrize("format", ["json", "csv", "sql", "jsonl", "md"])
+def test_a_file_of_before_stays_where_nothing_was_measured(folder: Path, tmp_path: Path, format: str) -> None:
+    before = tmp_path / "before"
+    before.write_text("of before")
+    code = cli_main(["bench", "-m", str(make(folder)), "--arms", "none", "-o", f"{format}={before}"])
+    assert code == 1
+    assert before.read_text() == "of before"
+    assert list(tmp_path.iterdir()) == [before]
+
+
+def test_a_file_of_before_stays_where_the_disk_is_full(tmp_path: Path) -> None:
+    from moestream.cli.bench import _written_to
+
+    before = tmp_path / "before"
+    before.write_text("of before")
+    full = OSError(28, "No space left on device")
+    with (
+        pytest.raises(OutputError, match="before: cannot be written: No space left on device$"),
+        _written_to(before, "json") as out,
+    ):
+        out.record(bench_records.record())
+        out.close = lambda: (_ for _ in ()).throw(full)
+    assert before.read_text() == "of before"
+    assert list(tmp_path.iterdir()) == [before]
+
+
+def test_two_formats_need_two_files(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    same = tmp_path / "run"
+    assert cli_main(["bench", "-m", str(make(folder)), "-o", f"json={same}", "-o", f"csv={same}"]) == 1
+    assert f"-o: {same} is given twice; each format needs a file of its own" in capsys.readouterr().err
 
 
 def test_a_full_disk_is_told(folder: Path) -> None:

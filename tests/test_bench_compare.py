@@ -110,16 +110,29 @@ def test_the_same_seed_gives_the_same_result() -> None:
 
 def test_prompts_are_compared_by_their_rounds() -> None:
     prompt = {"n_prompt": 512, "n_gen": 0, "token_ns": []}
-    a = record(**prompt, samples_ns=[10**9, 1.01 * 10**9, 0.99 * 10**9])
-    b = record(**prompt, samples_ns=[0.5 * 10**9, 0.51 * 10**9, 0.49 * 10**9])
+    a = record(**prompt, samples_ts=[512, 512 / 1.01, 512 / 0.99])
+    b = record(**prompt, samples_ts=[1024, 512 / 0.51, 512 / 0.49])
     found = one(a, b)
     assert found.real and found.a_ts == pytest.approx(512) and found.b_ts == pytest.approx(1024)
-    alone = one({**a, "samples_ns": [10**9]}, b)
+    alone = one({**a, "samples_ts": [512]}, b)
     assert (alone.ratio, alone.low, alone.p, alone.real) == (pytest.approx(2), None, None, False)
     assert alone.sentence == "cannot be told from one value each: measure more rounds or tokens"
 
 
 # What it says
+
+
+def test_a_prompt_counts_in_a_test_of_both() -> None:
+    """The tokens written took as long in both; the prompt ten times as long in one."""
+
+    def both(prompt_s: float, seed: int) -> dict[str, Any]:
+        made = record(tokens=128, speed=64, n_prompt=512, n_gen=128, seed=seed)
+        samples_ns = [ns + round(prompt_s * 1e9) for ns in made["samples_ns"]]
+        return made | {"samples_ns": samples_ns, "samples_ts": [640e9 / ns for ns in samples_ns]}
+
+    (found,) = compare([both(10, 1)], [both(1, 2)])
+    assert found.ratio == pytest.approx(4, rel=0.05)
+    assert found.real
 
 
 def test_a_difference_is_told_with_its_interval() -> None:

@@ -435,6 +435,10 @@ def test_what_is_no_probe_is_told(tmp_path: Path) -> None:
     path.write_text(json.dumps({name: value for name, value in made().as_dict().items() if name != "reads"}))
     with pytest.raises(MeasurementError, match=r"some.json: is a damaged probe \('reads'\); make it again with"):
         Probe.read(path)
+    for empty in ("reads", "kernels"):
+        path.write_text(json.dumps({**made().as_dict(), empty: []}))
+        with pytest.raises(MeasurementError, match=r"some.json: is a damaged probe \('no reads, or no kernels'\)"):
+            Probe.read(path)
 
 
 # What cannot be measured
@@ -451,6 +455,8 @@ def test_no_time_is_too_little(tmp_path: Path) -> None:
     for seconds in (0, 0.1, -1, math.nan):
         with pytest.raises(OptionError, match=r"^seconds=.*: nothing can be measured in less than 0.5"):
             moestream.probe(tmp_path, seconds=seconds)
+    with pytest.raises(OptionError, match=r"^seconds=inf: more than 3600 tell no more"):
+        moestream.probe(tmp_path, seconds=math.inf)
 
 
 def test_a_small_file_is_refused_and_the_least_is_named(tmp_path: Path) -> None:

@@ -16,13 +16,16 @@ __all__ = ["rate", "sentences"]
 _MISSED_BYTES = 100e6
 _TOKEN_BYTES = 1.75e9  # Qwen3-30B-A3B in Q4_0
 _USUAL_READ_AHEAD_KIB = 128
+_IN_MEMORY = ("tmpfs", "ramfs")
 _COMMON_TYPES = ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "IQ4_NL")
 
 
 def sentences(probe: Probe, reads: Reads, file_bytes: int | None, busy: Sequence[str]) -> Iterator[str]:
     """All that is to be said; `file_bytes` is the size of a file that was named."""
     yield from _of_the_disk(probe, reads)
-    if reads.cached_share > 0.02:
+    if probe.disk["file_system"] in _IN_MEMORY:
+        yield f"{probe.path} is in memory ({probe.disk['file_system']}), not on a disk: probe where the models are."
+    elif reads.cached_share > 0.02:
         yield (
             f"{reads.cached_share:.0%} of {probe.path} stays in memory because another process has it mapped: buffered "
             "reads look faster than the disk is. Close that process and probe again."

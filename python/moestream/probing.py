@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 FORMAT, VERSION = "moestream probe", 1
-LEAST_S = 0.5
+LEAST_S, MOST_S = 0.5, 3600
 DEMO_WIDTH = 256
 """Of the model whose layers tell what a layer costs besides weights."""
 
@@ -159,6 +159,8 @@ class Probe:
             given["reads"] = tuple(ReadRate(**rate) for rate in given["reads"])
             given["kernels"] = tuple(KernelRate(**rate) for rate in given["kernels"])
             given["verdict"] = tuple(given["verdict"])
+            if not given["reads"] or not given["kernels"]:
+                raise KeyError("no reads, or no kernels")
         except (KeyError, TypeError) as exc:
             raise MeasurementError(
                 f"{name}: is a damaged probe ({exc}); make it again with: moestream probe -o FILE"
@@ -257,6 +259,8 @@ def probe(
     path = Path(path) if path is not None else Path.cwd()
     if not seconds >= LEAST_S:
         raise OptionError(f"seconds={seconds!r}: nothing can be measured in less than {LEAST_S}")
+    if seconds > MOST_S:
+        raise OptionError(f"seconds={seconds!r}: more than {MOST_S} tell no more")
     if not path.is_file() and not path.is_dir():
         raise OptionError(f"{path}: there is no such file or folder; name a model's file, or a folder on the disk")
     machine, disk, available = describe_machine().as_dict(), describe_disk(path).as_dict(), available_bytes()

@@ -12,7 +12,9 @@ the caches before a limited run or the file's pages stay free of charge (`disk.d
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -31,6 +33,10 @@ _PREFIX = "moestream-bench-"
 
 # Enter every group given before "--", then become the command: nothing of it runs, or is charged, outside.
 _ENTER = 'while [ "$1" != -- ]; do echo $$ > "$1" || exit 125; shift; done; shift; exec "$@"'
+
+
+# What limits the kernel holds a process to that runs this: "memory BYTES", and lines of io.max.
+_OWN_LIMITS = 'folder=/sys/fs/cgroup$(sed -n s/^0:://p /proc/self/cgroup); echo memory $(cat "$folder/memory.max"); cat "$folder/io.max"; :'
 
 
 @dataclass(frozen=True)
@@ -124,6 +130,8 @@ class LimitedGroup:
             _write(memory / "memory.limit_in_bytes", self._memory_bytes)
             if (memory / "memory.memsw.limit_in_bytes").exists():
                 _write(memory / "memory.memsw.limit_in_bytes", self._memory_bytes)
+            else:  # a kernel that does not count swap: then none of it
+                _write(memory / "memory.swappiness", 0)
         if self._read_rules:
             if "blkio" not in mounts:
                 raise MeasurementError("a read limit needs the cgroup controller blkio, and it is not mounted here")
@@ -179,6 +187,8 @@ class SystemdScope:
     ) -> None:
         self._unit = f"{_PREFIX}{os.getpid()}-{time.monotonic_ns()}.scope"
         self._whose = "--system" if os.geteuid() == 0 else "--user"
+        self._memory_bytes = memory_bytes
+        self._read_rules = [(device, read_bytes_per_s) for device in devices] if read_bytes_per_s is not None else []
         self._properties = [] if memory_bytes is None else [f"MemoryMax={memory_bytes}", "MemorySwapMax=0"]
         if read_bytes_per_s is not None:
             self._properties += [f"IOReadBandwidthMax=/dev/{device.name} {read_bytes_per_s}" for device in devices]
@@ -187,10 +197,31 @@ class SystemdScope:
     def __enter__(self) -> SystemdScope:
         if shutil.which("systemd-run") is None:
             raise MeasurementError("systemd-run is not installed")
-        tried = subprocess.run([*self._command(f"trial-{self._unit}"), "true"], capture_output=True, text=True)
+        command = [*self._command(f"trial-{self._unit}"), "/bin/sh", "-c", _OWN_LIMITS]
+        tried = subprocess.run(command, capture_output=True, text=True)
         if tried.returncode != 0:
-            raise MeasurementError(f"systemd-run cannot set these limits: {' '.join(tried.stderr.split()) or tried.returncode}")
+            raise MeasurementError(
+                f"systemd-run cannot set these limits: {' '.join(tried.stderr.split()) or tried.returncode}"
+            )
+        self._require_limits(tried.stdout)
         return self
+
+    def _require_limits(self, has: str) -> None:
+        """systemd says nothing where it was not given the controller that a limit needs, and leaves the limit out."""
+        memory = next(
+            (int(line.split()[1]) for line in has.splitlines() if re.fullmatch("memory [0-9]+", line)), math.inf
+        )
+        if self._memory_bytes is not None and memory > self._memory_bytes:
+            raise MeasurementError(
+                "systemd-run does not set a memory limit here, for it was not given the memory controller of cgroup v2 "
+                "(Delegate=memory of user@.service)"
+            )
+        # Of a logical volume systemd limits the disk beneath, whose number is another.
+        if any(f" rbps={rate} " not in has for _, rate in self._read_rules):
+            raise MeasurementError(
+                "systemd-run does not set a read limit here, for it was not given the io controller of cgroup v2 "
+                "(Delegate=io of user@.service)"
+            )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

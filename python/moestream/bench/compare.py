@@ -303,11 +303,11 @@ class _Sample:
 
     @classmethod
     def of(cls, record: Record) -> _Sample | None:
-        """Of its tokens; of its rounds, where tokens are not told apart, as in a prompt."""
-        rounds = [np.asarray(times, np.float64) for times in record.get("token_ns") or () if len(times)]
+        """Of its tokens; of its rounds, where the test has a prompt: its tokens are not told apart, and are most of its time."""
+        times = () if record.get("n_prompt") else record.get("token_ns") or ()
+        rounds = [np.asarray(of_round, np.float64) for of_round in times if len(of_round)]
         if not rounds:
-            tokens = (record.get("n_prompt") or 0) + (record.get("n_gen") or 0)
-            rounds = [np.asarray([ns / tokens]) for ns in record.get("samples_ns") or () if ns > 0 and tokens]
+            rounds = [np.asarray([1e9 / ts]) for ts in record.get("samples_ts") or () if ts > 0]
         return cls(tuple(rounds)) if rounds else None
 
     @property

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -12,7 +14,7 @@ from pathlib import Path
 
 from ..errors import MeasurementError
 
-__all__ = ["SECTOR_BYTES", "BlockDevice", "block_device_of", "drop_caches", "loop_device"]
+__all__ = ["SECTOR_BYTES", "BlockDevice", "block_device_of", "drop_caches", "loop_device", "mount_point"]
 
 SECTOR_BYTES = 512
 
@@ -33,12 +35,19 @@ def block_device_of(path: Path) -> BlockDevice:
     """The disk that holds a file; for a partition, the disk that it is part of (throttles and readahead belong to disks).
 
     Raises:
-        MeasurementError: the file is on no block device, as on tmpfs or a network share.
+        MeasurementError: the file is on no block device, as on tmpfs or a network share, or on one that is not to be seen here.
     """
+    try:
+        return _block_device_of(path)
+    except OSError as error:
+        raise MeasurementError(f"the disk that holds {path} is not to be seen here: {error}") from error
+
+
+def _block_device_of(path: Path) -> BlockDevice:
     number = os.stat(path).st_dev
     if os.major(number) == 0:
         # Overlay and btrfs report a device of their own; the mount names the one beneath.
-        source = _mount_source(path)
+        _, source = _mount_of(path)
         if not source.startswith("/dev/"):
             raise MeasurementError(f"{path} is not on a block device (mounted from {source}); put it on a disk")
         number = os.stat(source).st_rdev
@@ -48,38 +57,46 @@ def block_device_of(path: Path) -> BlockDevice:
     return BlockDevice(folder.name, (folder / "dev").read_text().strip())
 
 
-def _mount_source(path: Path) -> str:
+def _mount_of(path: Path) -> tuple[str, str]:
+    """Kind and source of the file system that holds it."""
     inside = path.resolve()
-    best: tuple[int, str] = (0, "nothing")
+    deepest, found = 0, ("", "nothing")
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         mount, _, rest = line.partition(" - ")
-        point = Path(mount.split()[4])
-        if inside.is_relative_to(point) and len(point.parts) >= best[0]:
-            best = (len(point.parts), rest.split()[1])
-    return best[1]
+        point = Path(mount_point(mount.split()[4]))
+        if inside.is_relative_to(point) and len(point.parts) >= deepest:
+            kind, source, *_ = rest.split()
+            deepest, found = len(point.parts), (kind, source)
+    return found
+
+
+def mount_point(written: str) -> str:
+    """As mountinfo writes it, which has blanks as \\040."""
+    return re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), written)
 
 
 def drop_caches(path: Path) -> None:
     """Make sure that nothing of the file is in the page cache. As root the whole cache goes, also that of loop devices.
 
     Raises:
-        MeasurementError: some of the file stayed, because another process holds it mapped.
+        MeasurementError: some of the file stayed, because another process holds it mapped, or because it is in memory only.
     """
     with open(path, "rb") as file:
         # Dirty pages cannot be dropped.
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     if os.geteuid() == 0:
-        Path("/proc/sys/vm/drop_caches").write_text("3\n")
+        with contextlib.suppress(OSError):  # root of a container may not; then the file's own pages are gone
+            Path("/proc/sys/vm/drop_caches").write_text("3\n")
     if shutil.which("fincore"):
         answer = subprocess.run(
             ["fincore", "--bytes", "--noheadings", "--output", "RES", path], capture_output=True, text=True, check=True
         )
         left_bytes = int(answer.stdout)
         if left_bytes > path.stat().st_size // 100:
-            raise MeasurementError(
-                f"{left_bytes / 1e6:.0f} MB of {path} stay in the page cache: another process holds them mapped"
-            )
+            in_memory = _mount_of(path)[0] in ("tmpfs", "ramfs")
+            why = "its file system is memory; put it on a disk" if in_memory else "another process holds them mapped"
+            raise MeasurementError(f"{left_bytes / 1e6:.0f} MB of {path} stay in the page cache: {why}")
 
 
 @contextmanager

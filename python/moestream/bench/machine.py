@@ -37,7 +37,7 @@ from cffi import FFI
 from .. import _native
 from .._threads import usable_cores
 from ..errors import MeasurementError
-from .disk import block_device_of
+from .disk import block_device_of, mount_point
 
 __all__ = ["Disk", "Machine", "Watch", "describe_disk", "describe_machine"]
 
@@ -300,8 +300,7 @@ def _mount_of(path: Path, root: Path) -> _Mount:
     mounts = []
     for line in _text(root / "proc/self/mountinfo").splitlines():
         mount, _, source = line.partition(" - ")
-        point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), mount.split()[4])  # blanks, mostly
-        mounts.append(_Mount(point, source.split()[0]))
+        mounts.append(_Mount(mount_point(mount.split()[4]), source.split()[0]))
     if not mounts:
         mounts = [_Mount(part.mountpoint, part.fstype) for part in psutil.disk_partitions(all=True)]
     holding = [mount for mount in mounts if path.is_relative_to(mount.point)]

@@ -20,7 +20,7 @@ from ..model import ModelDescription, describe
 from .arms import BenchArm, parse_arm
 from .cgroup import limited
 from .disk import block_device_of
-from .machine import Machine, describe_disk, describe_machine
+from .machine import Disk, Machine, describe_disk, describe_machine
 from .options import numbers, pair
 from .record import whole_record
 from .summary import Surroundings, add_compute_limits, summarise
@@ -30,6 +30,7 @@ __all__ = ["DEFAULT_ARMS", "benchmark"]
 
 DEFAULT_ARMS = ("stock-mmap-tuned", "stream-reactive", "stream-prefetch")
 _PROCESS_BYTES = 96 << 20  # Python, its libraries and llama.cpp's buffers for small batches
+_LONGEST_S = 10**6  # of a test
 _CONTEXT_STEP = 256  # llama.cpp rounds contexts up to it
 _CHARACTERS_A_TOKEN = 8  # more than any tokenizer needs
 _REPEATED = "the text was too short and was given again, with the routing that it had: caches look better than they are; give a longer one"
@@ -43,12 +44,13 @@ class _Model:
     description: ModelDescription
     fingerprint: str
     stamps: tuple[tuple[int, int], ...]
+    disk: Disk
 
     @classmethod
     def of(cls, path: Path) -> _Model:
         description = describe(path)
         files = [file.path for file in description.files]
-        return cls(path, description, fingerprint(files), _stamps(files))
+        return cls(path, description, fingerprint(files), _stamps(files), describe_disk(path))
 
     def require_unchanged(self) -> None:
         """Raises MeasurementError if it is another file by now."""
@@ -118,7 +120,8 @@ def benchmark(
         The records (docs/benchmarking.md), one an arm and test. An arm that was killed or failed has one too.
 
     Raises:
-        OptionError: An option that is none, or limits under which no streamed arm can run.
+        OptionError: An option that is none, limits under which no streamed arm can run, or a stock arm without a limit that
+            would take more memory than there is.
         ModelError: The model cannot be read or has no experts.
         MeasurementError: The limits cannot be set here, or the model was changed under way. What was measured before has been
             handed to `on_record`.
@@ -129,8 +132,10 @@ def benchmark(
     chosen = _arms(arms, expert_cache)
     tests = _tests(n_prompt, n_gen, n_pg, n_depth)
     limits = [Limits(*one) for one in itertools.product(_sizes("memory", memory), _sizes("disk_bps", disk_bps))]
-    if repetitions < 1 or warmup < 0 or not test_seconds > 0:
-        raise OptionError("repetitions and test_seconds must be above 0, warmup at least 0")
+    if repetitions < 1 or warmup < 0 or not 0 < test_seconds <= _LONGEST_S:
+        raise OptionError(
+            f"repetitions must be above 0, warmup at least 0, test_seconds above 0 and at most {_LONGEST_S}"
+        )
     longest = max(test.tokens for test in tests)
     n_ctx = -(-max(longest, warmup + 1) // _CONTEXT_STEP) * _CONTEXT_STEP
     running = list(
@@ -206,21 +211,25 @@ class _Run:
         model = self.files[configuration.path]
         model.require_unchanged()
         self.progress(where, self.over, self.total)
-        return take_turn(
-            configuration,
-            model.description,
-            self.tests,
-            tokens,
-            number=number,
-            position=position,
-            warm_tokens=self.warmup,
-            test_seconds=self.test_seconds,
-            progress=lambda doing: self.progress(f"{where}: {doing}", self.over, self.total),
-        )
+        try:
+            return take_turn(
+                configuration,
+                model.description,
+                self.tests,
+                tokens,
+                number=number,
+                position=position,
+                warm_tokens=self.warmup,
+                test_seconds=self.test_seconds,
+                progress=lambda doing: self.progress(f"{where}: {doing}", self.over, self.total),
+            )
+        except OSError:
+            model.require_unchanged()  # which tells it better, if it is gone
+            raise
 
     def _records(self, turns: Sequence[Turn], tokens: Tokens, interrupted: bool) -> list[dict[str, Any]]:
         model = self.files[turns[0].configuration.path]
-        around = Surroundings(self.machine, describe_disk(model.path), self.workload)
+        around = Surroundings(self.machine, model.disk, self.workload)
         found = [
             summarise(turns, test, model.description, model.fingerprint, around, interrupted=interrupted)
             for test in self.tests

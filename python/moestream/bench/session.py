@@ -30,7 +30,7 @@ import psutil
 from ..errors import MeasurementError
 from .cgroup import LimitedGroup
 
-__all__ = ["Arm", "ArmEndedError", "ArmRefusedError", "Feed", "Session"]
+__all__ = ["Arm", "ArmEndedError", "ArmRefusedError", "ArmSilentError", "Feed", "Session"]
 
 _WORKER = Path(__file__).with_name("worker.py")
 
@@ -131,6 +131,10 @@ class ArmRefusedError(MeasurementError):
     """The model of an arm cannot be loaded or run like that; the process said why."""
 
 
+class ArmSilentError(MeasurementError):
+    """The process of an arm did not answer in time; it is ended with its session."""
+
+
 class Session:
     """A child process with a model loaded, inside the `with` block.
 
@@ -142,7 +146,7 @@ class Session:
     Raises:
         ArmEndedError: the child was killed or failed; its last words are in the message.
         ArmRefusedError: the model cannot be run so.
-        MeasurementError: the child took too long.
+        ArmSilentError: the child took too long.
     """
 
     def __init__(
@@ -253,7 +257,7 @@ class Session:
         pipe = self._process.stdout.fileno()
         while b"\n" not in self._unread:
             if not select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                raise MeasurementError(f"{self._name()} gave no answer within {timeout_s:.0f} s")
+                raise ArmSilentError(f"{self._name()} gave no answer within {timeout_s:.0f} s")
             read = os.read(pipe, 1 << 16)
             if not read:
                 status = self._process.wait()

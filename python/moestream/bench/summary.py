@@ -142,7 +142,7 @@ def summarise(
 
 def _outcome(turns: Sequence[Turn], runs: Sequence[TestRun], interrupted: bool) -> dict[str, Any]:
     ended = next((turn for turn in turns if turn.outcome != "ok"), None)
-    if ended is not None:
+    if ended is not None and len(runs) < len(turns):  # else it was in a later test that it ended
         of = f" (in {sum(turn.outcome == ended.outcome for turn in turns)} of {len(turns)} rounds)" if runs else ""
         outcome = "failed" if ended.outcome == "refused" else ended.outcome
         return {"outcome": outcome, "outcome_message": ended.message + of}
@@ -259,7 +259,11 @@ def add_compute_limits(records: Sequence[dict[str, Any]]) -> None:
     resident = {
         _same_work(record): 1e3 / _speed(record)
         for record in records
-        if record["arm"].startswith("stock-resident") and record["outcome"] == "ok" and record["avg_ts"]
+        if record["arm"].startswith("stock-resident")
+        and record["outcome"] == "ok"
+        and record["avg_ts"]
+        and record["repack"]
+        and not any(sentence.startswith("error: not resident") for sentence in record["warnings"])
     }
     for record in records:
         computes_ms = resident.get(_same_work(record))
@@ -305,6 +309,8 @@ def _warnings(
     resident: bool,
 ) -> list[str]:
     found = [*dict.fromkeys(sentence for turn in turns for sentence in turn.warnings)]
+    if runs and record["outcome"] == "ok":
+        found += dict.fromkeys(f"a later test of this arm: {turn.message}" for turn in turns if turn.outcome != "ok")
     if runs and record["disk_bps_limit"] and record["limited_by"] == "cgroup v1":
         found.append(_CREDITS)
     found += _one_of_a_kind(sentence for run in runs for sentence in run.busy)

@@ -24,7 +24,7 @@ from .cgroup import LimitedGroup, SystemdScope, limited
 from .disk import BlockDevice, block_device_of, drop_caches, loop_device
 from .machine import Watch
 from .record import short_size
-from .session import ArmEndedError, ArmRefusedError, Feed, Session
+from .session import ArmEndedError, ArmRefusedError, ArmSilentError, Feed, Session
 
 __all__ = ["Configuration", "Limits", "ReadShape", "Test", "TestRun", "Tokens", "Turn", "take_turn"]
 
@@ -198,8 +198,6 @@ def take_turn(
         MeasurementError: The limits cannot be set, or pages of the model stay in memory.
     """
     turn = Turn(configuration, number, position, begun=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
-    for file in description.files:
-        drop_caches(file.path)
     with ExitStack() as stack:
         arm = configuration.arm.arm(
             configuration.model,
@@ -219,17 +217,21 @@ def take_turn(
         if group is not None:
             stack.enter_context(group)
             turn.limited_by = "" if configuration.limits == Limits() else group.kind
-        shape = ReadShape.of(description)
-        turn.disk_bps.append(_read_rate(turn, shape, devices))
+        turn.disk_bps.append(_read_rate(turn, description, devices))
+        # After it, for where there are no direct reads it leaves pages, of which the arm would have the use for nothing.
+        for file in description.files:
+            drop_caches(file.path)
         try:
             with Session(arm, group=group, load_timeout_s=LOADS_AT_MOST_S) as session:
                 _measure(turn, session, tests, tokens, group, warm_tokens, test_seconds, progress)
         except ArmRefusedError as error:
             turn.outcome, turn.message = "refused", str(error)
+        except ArmSilentError as error:
+            turn.outcome, turn.message = "failed", f"while {_doing(turn.stage)}: {error}"
         except ArmEndedError as error:
             _ended(turn, group, error)
         if turn.outcome == "ok":
-            turn.disk_bps.append(_read_rate(turn, shape, devices))
+            turn.disk_bps.append(_read_rate(turn, description, devices))
     return turn
 
 
@@ -314,10 +316,10 @@ def _ended(turn: Turn, group: LimitedGroup | SystemdScope | None, error: ArmEnde
     _read_usage(turn, group)
     if error.signal == signal.SIGKILL and turn.oom_kills:
         limit = turn.configuration.limits.memory
-        of = "" if limit is None else f" of {limit / 2**30:.2f} GiB"
+        what = "memory of this machine" if limit is None else f"memory limit of {limit / 2**30:.2f} GiB"
         turn.outcome, turn.message = (
             "oom-killed",
-            f"killed by the kernel while {_doing(turn.stage)}: the memory limit{of} is too small for it",
+            f"killed by the kernel while {_doing(turn.stage)}: the {what} is too small for it",
         )
     else:
         turn.outcome, turn.message = "failed", f"while {_doing(turn.stage)}: {error}"
@@ -390,10 +392,12 @@ def _usual_read_ahead(configuration: Configuration, description: ModelDescriptio
         yield loop
 
 
-def _read_rate(turn: Turn, shape: ReadShape, devices: Sequence[BlockDevice]) -> float:
+def _read_rate(turn: Turn, description: ModelDescription, devices: Sequence[BlockDevice]) -> float:
     """Bytes a second of random reads of experts, within the limits of the arm, but not charged to its group."""
-    configuration = turn.configuration
-    path, limits = configuration.path, configuration.limits
+    configuration, shape = turn.configuration, ReadShape.of(description)
+    limits = configuration.limits
+    # Of a split model the first file may have no more than the header.
+    path = max((file.path for file in description.files), key=lambda path: path.stat().st_size)
     asked = {"path": str(path), "size": shape.size, "depth": shape.depth, "seconds": READ_S}
     command = [sys.executable, "-m", "moestream.bench.reads", json.dumps(asked)]
     with ExitStack() as stack:

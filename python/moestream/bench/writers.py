@@ -34,18 +34,22 @@ _TEXT_WIDTH = 118
 
 
 class Writer:
-    """Writes records to a stream, which stays open. `close` ends the table or the array; twice is once."""
+    """Writes records to a stream, which stays open. `close` ends the table or the array; twice is once.
+
+    Attributes:
+        written: Records so far.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._written = 0
+        self.written = 0
         self._closed = False
         self._begin()
 
     def record(self, record: Record) -> None:
         """Writes one record and hands it to the system."""
         self._add(record)
-        self._written += 1
+        self.written += 1
         self._stream.flush()
 
     def close(self) -> None:
@@ -111,7 +115,7 @@ class _Json(Writer):
     def _add(self, record: Record) -> None:
         values = whole_record(record).items()
         lines = ",\n".join(f"    {json.dumps(key)}: {json.dumps(value)}" for key, value in values)
-        self._stream.write((",\n" if self._written else "") + "  {\n" + lines + "\n  }")
+        self._stream.write((",\n" if self.written else "") + "  {\n" + lines + "\n  }")
 
     def _end(self) -> None:
         self._stream.write("\n]\n")

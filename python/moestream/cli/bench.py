@@ -82,8 +82,14 @@ def run(
 
         def record_to_all(record: dict[str, Any]) -> None:
             told.hide()
-            for writer in writers:
-                writer.record(record)
+            failed: OSError | None = None
+            for writer in writers:  # one with a full disk takes it from no other
+                try:
+                    writer.record(record)
+                except OSError as error:
+                    failed = error
+            if failed is not None:
+                raise failed
 
         try:
             benchmark(model=models, on_record=record_to_all, progress=tell, **options)
@@ -105,6 +111,9 @@ def _outputs(asked: Sequence[str]) -> list[tuple[str, Path | None]]:
         elif format == "html":
             raise OptionError("-o html: a report is a file: give -o html=FILE")
         found.append((format, Path(file) if equals else None))
+    files = [file for _, file in found if file is not None]
+    if twice := next((file for file in files if files.count(file) > 1), None):
+        raise OptionError(f"-o: {twice} is given twice; each format needs a file of its own")
     if sum(file is None for _, file in found) > 1:
         raise OptionError("-o: only one format can go to the terminal; give the others a file, as in -o json=FILE")
     return found
@@ -119,31 +128,47 @@ def _writing(outputs: Sequence[tuple[str, Path | None]]) -> Iterator[list[Writer
     """
     from ..bench.writers import writer
 
-    open_files: list[tuple[Path, Path]] = []
     with contextlib.ExitStack() as stack:
         writers = []
         for format, file in outputs:
             if format == "html":
                 writers.append(stack.enter_context(_Report(file)))
-                continue
-            stream = sys.stdout
-            if file is not None:
-                part = file.with_name(file.name + ".part")
-                stack.callback(_rename, part, file)
-                try:
-                    stream = stack.enter_context(open(part, "w", encoding="utf-8", newline=""))
-                except OSError as error:
-                    raise OutputError(f"{file}: cannot be written: {error.strerror}") from error
-                open_files.append((part, file))
-            writers.append(stack.enter_context(writer(format, stream)))
+            elif file is not None:
+                writers.append(stack.enter_context(_written_to(file, format)))
+            else:
+                writers.append(stack.enter_context(writer(format, sys.stdout)))
         yield writers
 
 
-def _rename(part: Path, file: Path) -> None:
-    if part.exists() and part.stat().st_size:
-        os.replace(part, file)
-    else:
-        part.unlink(missing_ok=True)
+@contextlib.contextmanager
+def _written_to(file: Path, format: str) -> Iterator[Writer]:
+    """A writer to a file, which stays as it was where nothing was measured, or what was cannot be written whole.
+
+    Raises:
+        OutputError: It cannot be written.
+    """
+    from ..bench.writers import writer
+
+    part = file.with_name(file.name + ".part")
+    try:
+        stream = open(part, "w", encoding="utf-8", newline="")
+    except OSError as error:
+        raise OutputError(f"{file}: cannot be written: {error.strerror}") from error
+    out = writer(format, stream)
+    try:
+        yield out
+    finally:
+        try:
+            out.close()
+            stream.close()
+            if out.written:
+                os.replace(part, file)
+        except OSError as error:
+            raise OutputError(f"{file}: cannot be written: {error.strerror}") from error
+        finally:
+            with contextlib.suppress(OSError):
+                stream.close()
+            part.unlink(missing_ok=True)
 
 
 class _Report:
@@ -168,16 +193,19 @@ class _Report:
 
 @contextlib.contextmanager
 def _told_to_stop() -> Iterator[None]:
-    """SIGTERM is as good as Ctrl-C: loop devices and cgroups are removed on the way out."""
+    """SIGTERM, and SIGHUP of a terminal that is closed, are as good as Ctrl-C: loop devices and cgroups are removed on the way out."""
 
     def stop(number: int, frame: types.FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, stop)
+    # Who is started by nohup goes on.
+    told_by = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, stop) for number in told_by}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _compare(first: str, second: str) -> int:

@@ -41,13 +41,14 @@ def run(*, json: bool, output: str | None, **options: Any) -> int:
         found = measure(**options, progress=lambda what, share: progress.show(what, share, 1.0))
     finally:
         progress.close()
-    kept = remember(found)
     if output is not None:
         found.write(output)
     if json:
         print_json(found.as_dict())
     else:
         _print(found)
+    kept = remember(found)  # last: where it cannot be written, what was measured has been told
+    if not json:
         print(f"\nKept in {kept}" + (f" and {output}" if output else ""))
     return 0
 

@@ -310,7 +310,7 @@ class _Planner:
         if isinstance(cache, str) and cache.endswith("%"):
             try:
                 experts = round(float(cache[:-1]) / 100 * self.all_experts)
-            except ValueError:
+            except (ValueError, OverflowError):
                 raise OptionError(f"--cache={cache}: expected a size such as 3GiB, or a share such as 30%") from None
         else:
             experts = int(_size("--cache", cache) / self.shape.slot_bytes)

@@ -99,19 +99,16 @@ class ModelShape:
     def all_expert_bytes(self) -> float:
         return self.moe_layers * self.experts * self.expert_bytes
 
+    # llama-cpp-python makes caches of layers with a window as large as those of others (`swa_full`), and what lies outside of
+    # the window is computed and masked: so a window saves neither memory nor time.
+
     def kv_cache_bytes(self, context: int) -> int:
-        """Of the keys and values of `context` tokens; layers with a window keep that, and what is computed at once."""
-        return sum(
-            size * (min(context, window + _UBATCH) if window else context)
-            for size, window in zip(self.kv_bytes, self.windows, strict=True)
-        )
+        """Of the keys and values of `context` tokens."""
+        return sum(self.kv_bytes) * context
 
     def attention_values(self, context: int) -> int:
-        """Heads times the length of one times the tokens looked back on, after `context` of them, of all layers."""
-        return sum(
-            width * (min(context, window) if window else context)
-            for width, window in zip(self.attention_widths, self.windows, strict=True)
-        )
+        """Heads times the length of one times the tokens gone through, after `context` of them, of all layers."""
+        return sum(self.attention_widths) * context
 
     def buffer_bytes(self, context: int) -> int:
         """About what llama.cpp's compute buffers take: of a batch, in f32, the logits or the scores of one layer, a mask,
