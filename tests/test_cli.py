@@ -527,3 +527,11 @@ def test_without_a_network_and_a_cache_it_says_so(tmp_path: Path) -> None:
     assert (
         run.stderr == "moestream: error: cannot reach the Hugging Face Hub, and user/repo was not downloaded before\n"
     )
+
+
+def test_a_whole_model_that_would_take_all_memory_is_not_loaded(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate_command.memory, "available_bytes", lambda: 1000)
+    with pytest.raises(
+        moestream.OptionError, match=r"^--no-expert-streaming: .* of memory and 1000 bytes are available, .*; leave it out$"
+    ):
+        generate_command.generate(model=model, prompt="a", expert_streaming=False)

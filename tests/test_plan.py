@@ -181,11 +181,8 @@ def test_keys_and_values_are_kept_for_all_tokens(folder: Path) -> None:
     assert shape.kv_bytes == (2 * 2 * 32 * 2,) * 4, "2 heads of 32, keys and values, two bytes each"
     assert shape.kv_cache_bytes(1000) == 4 * 256 * 1000
     thinker = model_shape("smallthinker-21b")
-    assert thinker.windows == (0, 4096, 4096, 4096) * 13
     assert thinker.attention_values(16384) == 28 * 128 * 52 * 16384
     assert thinker.kv_cache_bytes(16384) == 2 * 4 * 128 * 2 * 52 * 16384
-    assert shape_of(make(folder, "gpt-oss", window=128)).windows == (128, 0, 128, 0)
-    assert shape_of(make(folder, "smallthinker")).windows == (0, 0, 0, 0), "without the key there is none"
 
 
 def test_llama_cpp_keeps_all_tokens_of_a_window(folder: Path) -> None:
@@ -226,6 +223,7 @@ def test_typed_in_sizes_are_a_shape_and_what_is_assumed_is_said() -> None:
         ({"layers": 4, "experts": 8, "top_k": 2, "d_model": 64}, r"its sizes: --expert-ff is missing"),
         ({**SMALL, "top_k": 17}, "--top-k=17: a token cannot use more than the 16 experts"),
         ({**SMALL, "layers": 0}, "--layers=0: give a number of at least 1"),
+        ({**SMALL, "layers": 10**7}, "--layers=10000000 of --experts="),
         ({**SMALL, "type": "Q3"}, "--type=Q3: no type of ggml; Q4_0, "),
         ({**SMALL, "d_model": 250}, "--d-model=250: rows of so many values cannot be Q4_0, whose blocks have 32"),
         ({**SMALL, "hf_repo": "a/b"}, "both -hf and another model or sizes are given"),
@@ -715,7 +713,6 @@ def test_what_a_longer_context_does() -> None:
         layers=2,
         moe_layers=2,
         kv_bytes=(1024,) * 2,
-        windows=(0, 0),
         attention_widths=(1536,) * 2,
     )
     values = 1536 * 4096

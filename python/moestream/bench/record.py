@@ -121,6 +121,7 @@ _OURS: dict[str, str] = {
     "policy": "text",
     "reader": "text",
     "direct": "bool",
+    "read_ahead_kib": "int",
     "hit_rate": "float",
     "demand_bytes_per_token": "float",
     "useful_bytes_per_token": "float",

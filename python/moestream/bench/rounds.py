@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import gzip
 import itertools
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -161,7 +164,8 @@ def benchmark(
         for limit in limits
     ]
     run.total = sum(map(len, groups)) * repetitions
-    return [record for group in groups for record in run.measure(group)]
+    with _alone():
+        return [record for group in groups for record in run.measure(group)]
 
 
 @dataclass
@@ -199,7 +203,8 @@ class _Run:
             interrupted = False
         finally:
             for of_arm in filter(None, turns):
-                records += self._records(of_arm, tokens[of_arm[0].configuration.model], interrupted)
+                broken_off = interrupted and len(of_arm) < self.repetitions
+                records += self._records(of_arm, tokens[of_arm[0].configuration.model], broken_off)
             add_compute_limits(records)
             records[:] = map(whole_record, records)
             for record in records:
@@ -334,12 +339,33 @@ def _require_room(limits: Limits, description: ModelDescription, arm: BenchArm) 
 
 
 def _require_limits(limits: Sequence[Limits], files: Mapping[Path, _Model]) -> None:
-    """Raises MeasurementError where the first of the limits cannot be set, before anything is measured."""
+    """Raises MeasurementError where one of the limits cannot be set, before anything is measured."""
     for one in limits:
         if one != Limits():
             devices = [] if one.disk_bps is None else list({block_device_of(path) for path in files})
             with limited(memory_bytes=one.memory, read_bytes_per_s=one.disk_bps, devices=devices):
-                return
+                pass
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """No other benchmark runs within the block: each drops the pages of the other's model, and takes its cores.
+
+    Raises:
+        MeasurementError: There is another one.
+    """
+    path = Path(tempfile.gettempdir(), "moestream-bench.lock")
+    file = os.open(path, os.O_RDONLY | os.O_CREAT, 0o666)
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise MeasurementError(
+                f"another benchmark runs on this machine ({path} is locked), and each would spoil the other: wait for its end"
+            ) from None
+        yield
+    finally:
+        os.close(file)  # which unlocks it
 
 
 def _workload(file: str | os.PathLike[str] | None, random: bool, tokens: int) -> tuple[str, str]:

@@ -127,6 +127,7 @@ def summarise(
         "read_shape": f"{ReadShape.of(description)}, {'direct' if turns[0].reads_direct else 'buffered'}",
         "disk_bps_before": median([turn.disk_bps[0] for turn in turns if turn.disk_bps]),
         "disk_bps_after": median([turn.disk_bps[1] for turn in turns if len(turn.disk_bps) > 1]),
+        "read_ahead_kib": turns[0].read_ahead_kib,
         "experts_used": arm.options.get("experts_used") or description.experts_used,
         "machine": around.machine.as_dict(),
         "disk": around.disk.as_dict(),

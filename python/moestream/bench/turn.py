@@ -141,6 +141,7 @@ class Turn:
     limited_by: str = ""
     disk_bps: list[float] = field(default_factory=list)
     reads_direct: bool = True
+    read_ahead_kib: int | None = None
     warnings: list[str] = field(default_factory=list)
 
 
@@ -372,6 +373,7 @@ def _usual_read_ahead(configuration: Configuration, description: ModelDescriptio
         has = block_device_of(configuration.path).read_ahead_kib
     except (MeasurementError, OSError):
         has = 0
+    turn.read_ahead_kib = has or None
     if not wanted or has == wanted:
         if has > UNUSUAL_READ_AHEAD_KIB and not wanted:
             turn.warnings.append(
@@ -384,6 +386,7 @@ def _usual_read_ahead(configuration: Configuration, description: ModelDescriptio
             if len(description.files) > 1:
                 raise MeasurementError("the model is split, and its shards are found by their names")
             loop = stack.enter_context(loop_device(configuration.path, read_ahead_kib=wanted))
+            turn.read_ahead_kib = wanted
         except MeasurementError as error:
             turn.warnings.append(
                 f"the file is mapped from a disk with a readahead of {has} KiB, not {wanted} as its users have it, which may be several times slower: {error}"

@@ -55,7 +55,11 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         try:
-            record = _tokens(llm, **request) if "tokenize" in request else _feed(llm, streamed=arm["kind"] == "streamed", **request)
+            record = (
+                _tokens(llm, **request)
+                if "tokenize" in request
+                else _feed(llm, streamed=arm["kind"] == "streamed", **request)
+            )
         except (ValueError, OSError, RuntimeError) as error:
             record = {"refused": str(error)}
         _answer(answers, record)
@@ -77,9 +81,7 @@ def _load(arm: dict[str, Any]) -> llama_cpp.Llama:
     parameters = llama_cpp.llama_model_default_params()
     parameters.use_extra_bufts = arm["repack"]
     with mock.patch.object(llama_cpp.llama_cpp, "llama_model_default_params", lambda: parameters):
-        return llama_cpp.Llama(
-            arm["model"], use_mmap=arm["mmap"], kv_overrides=arm["kv_overrides"] or None, **keywords
-        )
+        return llama_cpp.Llama(arm["model"], use_mmap=arm["mmap"], kv_overrides=arm["kv_overrides"] or None, **keywords)
 
 
 def _model(llm: llama_cpp.Llama) -> dict[str, Any]:

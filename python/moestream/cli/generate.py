@@ -567,6 +567,12 @@ def load(path: Path, streaming: ExpertStreaming | None, **options: Any) -> Llama
 
     if streaming is not None:
         return Llama(str(path), expert_streaming=streaming, **options)
+    taken, available = sum(shard.stat().st_size for shard in shards(path)), memory.available_bytes()
+    if taken > available:
+        raise OptionError(
+            f"--no-expert-streaming: {path.name} takes {memory.format_size(taken)} of memory and {memory.format_size(available)} are "
+            "available, which would stop the whole machine; leave it out"
+        )
     try:
         return Llama(str(path), **options)
     except MoestreamError:

@@ -17,15 +17,13 @@ from ..model import ModelDescription, describe
 
 __all__ = ["NEEDED", "PRESETS", "ModelShape", "shape_of", "typed_shape"]
 
+_MOST_EXPERTS = 1_000_000  # of all layers; what has more is a typing error
 _ALIGNMENT = 4096  # of direct reads
 _CACHED_VALUE_BYTES = 2  # of a key or value: f16
 _UBATCH = 512  # tokens computed at once
 _OURS = re.compile(r"ffn_(gate|up|down|gate_up)_exps\.weight$|^moestream\.blk\.\d+\.experts$")
 _UNTOUCHED = ("token_embd.weight", "per_layer_token_embd.weight")  # of which a token takes a row
-_GLOBAL_FIRST = {"cohere2moe": 4, "laguna": 4, "smallthinker": 4}  # one layer of so many sees all: the first
-_GLOBAL_LAST = {"afmoe": 4, "exaone-moe": 4, "gpt-oss": 2, "mellum": 4, "muse-glimmer": 4}  # or the last
 _ROUTED_BEFORE_ATTENTION = ("smallthinker",)
-_KEPT_WINDOW = {"smallthinker": 4096}  # whatever the key says
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,6 @@ class ModelShape:
         heads: Of attention.
         attention_widths: Heads times the length of one, in values, for each layer; 0 where it does not look back.
         kv_bytes: Of keys and values of one token, for each layer.
-        windows: Tokens that each layer looks back on; 0 is all.
         vocabulary: Tokens.
         routed_before_attention: The experts of a layer are known before its attention.
         notes: What was assumed.
@@ -83,7 +80,6 @@ class ModelShape:
     heads: int
     attention_widths: tuple[int, ...]
     kv_bytes: tuple[int, ...]
-    windows: tuple[int, ...]
     vocabulary: int
     routed_before_attention: bool
     notes: tuple[str, ...] = ()
@@ -167,7 +163,6 @@ def shape_of(path: str | os.PathLike[str]) -> ModelShape:
         heads=max(keys.numbers("attention.head_count", described.layers, 1)),
         attention_widths=keys.attention_widths(described.layers),
         kv_bytes=keys.kv_bytes(described.layers),
-        windows=keys.windows(described.layers),
         vocabulary=_vocabulary(dense),
         routed_before_attention=described.architecture in _ROUTED_BEFORE_ATTENTION,
         notes=notes,
@@ -239,24 +234,6 @@ class _Keys:
         both = zip(self.heads(layers), self.kv_heads(layers), strict=True)
         return tuple(heads * self.length("key", layers) if kv_heads else 0 for heads, kv_heads in both)
 
-    def windows(self, layers: int) -> tuple[int, ...]:
-        window = self.number("attention.sliding_window", 0)
-        if not window:
-            return (0,) * layers
-        window = _KEPT_WINDOW.get(self.architecture, window)
-        key = self.file.key(f"{self.architecture}.attention.sliding_window_pattern")
-        if key is not None and key.count is not None:
-            return tuple(window if within else 0 for within in self.numbers(key.name.partition(".")[2], layers, 0))
-        first = self.architecture in _GLOBAL_FIRST
-        usual = (_GLOBAL_FIRST if first else _GLOBAL_LAST).get(self.architecture, 1)
-        return windowed(layers, window, self.number("attention.sliding_window_pattern", usual), first=first)
-
-
-def windowed(layers: int, window: int, every: int, *, first: bool) -> tuple[int, ...]:
-    """Windows where one layer of `every` sees all, the first of them or the last; of 1 all layers do, which no window exceeds."""
-    sees_all = 0 if first else every - 1
-    return tuple(0 if layer % every == sees_all else window for layer in range(layers))
-
 
 # Typed in
 
@@ -272,7 +249,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "smallthinker-21b": {
         **_SMALLTHINKER, "layers": 52, "experts": 64, "top_k": 6, "d_model": 2560, "expert_ff": 768, "heads": 28,
-        "kv_heads": 4, "window": 4096,
+        "kv_heads": 4,
     },
     "mixtral-8x7b": {
         "architecture": "llama", "layers": 32, "experts": 8, "top_k": 2, "d_model": 4096, "expert_ff": 14336, "heads": 32,
@@ -299,7 +276,6 @@ def typed_shape(
     dense_bytes: int | None = None,
     architecture: str = "",
     tied: bool = False,
-    window: int = 0,
     name: str = "a shape typed in",
 ) -> ModelShape:
     """The shape of a model that is not there: every layer has experts of three matrices, and attention with grouped queries.
@@ -311,7 +287,6 @@ def typed_shape(
         dense_bytes: All that is not experts, if it is known; else it follows from the sizes.
         architecture: Of the GGUF.
         tied: The embeddings serve as output matrix.
-        window: Tokens that three of four layers look back on; 0 is all.
 
     Raises:
         OptionError: A size that is none, a type that ggml does not know or that does not fit the sizes.
@@ -329,6 +304,10 @@ def typed_shape(
     for option, value in sizes.items():
         if value < 1:
             raise OptionError(f"{_flag(option)}={value}: give a number of at least 1")
+    if layers * experts > _MOST_EXPERTS:
+        raise OptionError(
+            f"--layers={layers} of --experts={experts}: no model has {layers * experts:,} experts; give those of one layer"
+        )
     if top_k > experts:
         raise OptionError(f"--top-k={top_k}: a token cannot use more than the {experts} experts of a layer")
     type = type.upper()
@@ -372,7 +351,6 @@ def typed_shape(
         heads=heads,
         attention_widths=(heads * head_dim,) * layers,
         kv_bytes=(2 * kv_heads * head_dim * _CACHED_VALUE_BYTES,) * layers,
-        windows=windowed(layers, window, 4, first=True),
         vocabulary=vocab,
         routed_before_attention=architecture in _ROUTED_BEFORE_ATTENTION,
         notes=(f"assumed: {'; '.join(assumed)}",) if assumed else (),
