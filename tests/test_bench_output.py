@@ -248,7 +248,7 @@ def test_warnings_stand_below_the_table_once_with_their_arms() -> None:
 def test_what_was_too_slow_or_failed_says_so_in_its_speed() -> None:
     records = [record(speed=2, outcome="too slow"), record(outcome="failed"), killed(avg_ts=3.0)]
     cells = [row[2] for row in table_of(written("md", records))[2:]]
-    assert re.fullmatch(r"too slow: [12]\.\d\d", cells[0])
+    assert re.fullmatch(r"cut short: [12]\.\d\d", cells[0])
     assert cells[1:] == ["failed", "killed: out of memory"]
 
 

@@ -158,7 +158,7 @@ FLAT: tuple[str, ...] = tuple(key for key, kind in _KINDS.items() if kind not in
 """The keys that csv and sql have."""
 
 KILLED = "oom-killed"
-_OUTCOMES = {KILLED: "killed: out of memory"}
+_OUTCOMES = {KILLED: "killed: out of memory", "too slow": "cut short"}
 # What was measured before it was cut off counts. Of what was killed or failed nothing does.
 _COUNTS = ("ok", "too slow", "interrupted")
 

@@ -1,6 +1,7 @@
 """Measure what this machine gives a streamed model: disk, memory, kernels.
 
-Takes 20 seconds, and reads the file given as the engine would, or one that is made in the folder given and deleted again.
+Takes 20 seconds, and reads the file given as the engine would, or one that is
+made in the folder given and is gone again.
 The result is kept for `moestream plan`, one for each disk.
 
   moestream probe MODEL.gguf
