@@ -317,6 +317,7 @@ def test_an_arm_that_is_killed_for_memory_is_a_result(folder: Path, group: None)
     assert killed["outcome"] == "oom-killed"
     assert killed["outcome_message"].startswith("killed by the kernel while ")
     assert killed["oom_kills"] >= 1 and killed["avg_ts"] == 0 and killed["limited_by"].startswith("cgroup")
+    assert killed["model_type"] == lived["model_type"] and killed["model_n_params"] == lived["model_n_params"]
     assert killed["round_order"] == [0], "what was killed while loading is not tried again"
     assert lived["outcome"] == "ok", lived["outcome_message"]
     assert lived["cgroup_peak"] <= limit

@@ -512,7 +512,7 @@ def test_plot_results_draws_the_story_and_knows_its_own_pictures(
 def test_plot_results_says_what_the_records_lack(tmp_path: Path, plot_results: Callable[..., tuple[int, str]]) -> None:
     folders = ("--results", tmp_path, "--output", tmp_path)
     status, complaint = plot_results(*folders)
-    assert status == 1 and "no records of stock-mmap, stock-none" in complaint
+    assert status == 1 and "no records of stock-mmap, stock-mmap-tuned, stock-none" in complaint
     (tmp_path / "a.json").write_text(written("json", [record(memory=2 * GIB)]))
     assert "speed by memory limit: the records give 0 pictures instead of one" in plot_results(*folders)[1]
     elsewhere = [

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ._frame import INK, LINE, PAPER, SOFT, Picture, framed, legend, limit_text, patch, stroke
-from .record import Record, distinct, measured_ts, outcome_text, rate_text, test_name
+from .record import Record, distinct, loss_text, measured_ts, rate_text, test_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -132,7 +132,7 @@ def _speeds(
         for arm, ones in level.items():
             for record in ones:
                 style = {"color": styles.of(arm)["color"], "linewidth": 1, "linestyle": (0, (4, 2))}
-                name = f"{arm}: {outcome_text(record)}" if outcome_text(record) else f"{arm} (no cache)"
+                name = f"{arm}: {loss_text(record)}" if loss_text(record) else f"{arm} (no cache)"
                 handles.append(axes.axhline(_speed(record), label=name, **style))
         if len(places) > 2 and places[0] > 0 and places[-1] / places[0] > 20:
             axes.set_xscale("log")
@@ -149,7 +149,7 @@ def _speed_line(
     axes: Axes, places: Sequence[float], records: Sequence[Record], arm: str, style: dict[str, Any]
 ) -> list[Any]:
     """Through what was measured. What was not is a cross at 0, and breaks the line. Gives what the legend is to show."""
-    outcomes = [outcome_text(r) for r in records]
+    outcomes = [loss_text(r) for r in records]
     speeds = [math.nan if outcome else _speed(r) for r, outcome in zip(records, outcomes, strict=True)]
     handles = []
     if not all(outcomes):
@@ -197,7 +197,7 @@ def memory_against_disk(records: Sequence[Record], styles: Styles) -> Iterator[P
                 )
                 if limit:
                     axes.plot([limit / 2**30] * 2, [y, y + 0.4], color=INK, linewidth=2)
-                note = f"{rss / 2**30:.2f}" + (f", {outcome_text(record)}" if outcome_text(record) else "")
+                note = f"{rss / 2**30:.2f}" + (f", {loss_text(record)}" if loss_text(record) else "")
                 _note(axes, max(rss, limit or 0) / 2**30, y + 0.19, note)
                 _note(axes, disk / 2**30, y - 0.19, f"{disk / 2**30:.2f}")
             _name_rows(axes, rows)
@@ -215,7 +215,7 @@ def time_by_part(records: Sequence[Record], styles: Styles) -> Iterator[Picture]
     for group in _by_test(records):
         if not group[0].get("n_gen") or not any(r.get("wait_ms") is not None for r in group):
             continue
-        rows = _rows([r for r in group if measured_ts(r) or outcome_text(r)])
+        rows = _rows([r for r in group if measured_ts(r) or loss_text(r)])
         with framed(
             f"Time of a token by part, {test_name(group[0])}{_limits({**group[0], 'memory_limit': None})}",
             [r for _, r in rows],
@@ -256,7 +256,7 @@ def _note(axes: Axes, x: float, y: float, text: str, points: float = 4) -> None:
 
 def _outcome_of_row(axes: Axes, y: float, record: Record) -> None:
     axes.plot([0], [y], marker="x", markersize=7, markeredgewidth=2, color=INK, clip_on=False)
-    _note(axes, 0, y, outcome_text(record), 8)
+    _note(axes, 0, y, loss_text(record), 8)
 
 
 def _short_ms(ms: float) -> str:
@@ -279,7 +279,7 @@ def token_times(records: Sequence[Record], styles: Styles) -> Iterator[Picture]:
         ]
         if not timed or not group[0].get("n_gen"):
             continue
-        others = [r for r in group if outcome_text(r) and not any(r is one for one, _ in timed)]
+        others = [r for r in group if loss_text(r) and not any(r is one for one, _ in timed)]
         used = [r for r, _ in timed] + others
         with framed(f"Time of tokens, {test_name(group[0])}{_limits(group[0])}", used, 2.9) as (picture, axes):
             lines: dict[str, int] = {}
@@ -292,7 +292,7 @@ def token_times(records: Sequence[Record], styles: Styles) -> Iterator[Picture]:
                     [],
                     "x",
                     color=styles.of(record["arm"])["color"],
-                    label=f"{record['arm']}: {outcome_text(record)}",
+                    label=f"{record['arm']}: {loss_text(record)}",
                 )
             axes.set_xscale("log")
             _plain_ticks(axes, [ms for _, times in timed for ms in (times[0], times[-1])])
@@ -310,7 +310,7 @@ def _distribution(axes: Axes, record: Record, times: Any, styles: Styles, dashes
     kept = np.unique(
         np.r_[np.linspace(0, len(times) - 1, 150).astype(int), np.arange(max(0, len(times) - 60), len(times))]
     )
-    outcome = f": {outcome_text(record)}" if outcome_text(record) else ""
+    outcome = f": {loss_text(record)}" if loss_text(record) else ""
     depths = [_depth(share) for share in shares[kept]]
     axes.plot(times[kept], depths, color=style["color"], linestyle=dashes, linewidth=1.5)
     marks = np.percentile(times, _MARKED)

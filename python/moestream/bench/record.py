@@ -26,6 +26,7 @@ __all__ = [
     "kind_of",
     "measured_ts",
     "machine_text",
+    "loss_text",
     "outcome_text",
     "rate_text",
     "read_records",
@@ -230,6 +231,11 @@ def outcome_text(record: Record) -> str:
 def measured_ts(record: Record) -> float | None:
     """Tokens a second; None of an arm that was killed or failed, whatever it did before, or had no token."""
     return record.get("avg_ts") if (record.get("outcome") or "ok") in _COUNTS else None
+
+
+def loss_text(record: Record) -> str:
+    """As `outcome_text`, but "" as well of what was measured before it was cut short."""
+    return "" if measured_ts(record) else outcome_text(record)
 
 
 def machine_text(record: Record) -> str:

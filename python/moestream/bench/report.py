@@ -23,9 +23,9 @@ from .record import (
     Record,
     disk_text,
     distinct,
+    loss_text,
     machine_text,
     measured_ts,
-    outcome_text,
     test_name,
     whole_record,
 )
@@ -96,7 +96,7 @@ def _table(records: Sequence[Record]) -> str:
     rows = []
     for record in records:
         cells = (f"<td{of}>{_text(column.cell(record))}</td>" for of, column in zip(side, columns, strict=True))
-        rows.append(f"<tr{' class=bad' if outcome_text(record) else ''}>{''.join(cells)}</tr>")
+        rows.append(f"<tr{' class=bad' if loss_text(record) else ''}>{''.join(cells)}</tr>")
     return f'<div class="wide"><table><thead><tr>{heading}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
 
 
@@ -127,7 +127,7 @@ def _record(record: Record) -> str:
     known = [key for key, value in whole.items() if value is not None]
     unknown = [key for key in whole if key not in known]
     rows = "".join(f"<tr><th>{_text(key)}</th><td>{_value(key, whole[key])}</td></tr>" for key in known)
-    outcome = outcome_text(record) or f"{measured_ts(record) or 0:.2f} t/s"
+    outcome = loss_text(record) or f"{measured_ts(record) or 0:.2f} t/s"
     limit = f", {_frame.limit_text(record)}"
     return (
         f"<details><summary>{_text(record['arm'])}, {_text(test_name(record))}{_text(limit)}: {_text(outcome)}</summary>"

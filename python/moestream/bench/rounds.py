@@ -202,9 +202,11 @@ class _Run:
                 self.files[configuration.path].require_unchanged()
             interrupted = False
         finally:
+            said = {turn.configuration.path: turn.model for of_arm in turns for turn in of_arm if turn.model}
             for of_arm in filter(None, turns):
+                path, model = of_arm[0].configuration.path, of_arm[0].configuration.model
                 broken_off = interrupted and len(of_arm) < self.repetitions
-                records += self._records(of_arm, tokens[of_arm[0].configuration.model], broken_off)
+                records += self._records(of_arm, tokens[model], said.get(path, {}), broken_off)
             add_compute_limits(records)
             records[:] = map(whole_record, records)
             for record in records:
@@ -232,11 +234,14 @@ class _Run:
             model.require_unchanged()  # which tells it better, if it is gone
             raise
 
-    def _records(self, turns: Sequence[Turn], tokens: Tokens, interrupted: bool) -> list[dict[str, Any]]:
+    def _records(
+        self, turns: Sequence[Turn], tokens: Tokens, said: Mapping[str, Any], interrupted: bool
+    ) -> list[dict[str, Any]]:
+        """`said`: what llama.cpp says of the model, if any arm came to load it."""
         model = self.files[turns[0].configuration.path]
         around = Surroundings(self.machine, model.disk, self.workload)
         found = [
-            summarise(turns, test, model.description, model.fingerprint, around, interrupted=interrupted)
+            summarise(turns, test, model.description, model.fingerprint, around, said=said, interrupted=interrupted)
             for test in self.tests
         ]
         if self.text and tokens.repeated:

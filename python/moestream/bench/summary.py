@@ -71,12 +71,14 @@ def summarise(
     fingerprint: str,
     around: Surroundings,
     *,
+    said: Mapping[str, Any],
     interrupted: bool,
 ) -> dict[str, Any]:
     """The record of one arm in one test.
 
     Args:
         turns: Of that arm, a round each.
+        said: `Session.model`, of this arm or another on the same file; empty if none was loaded.
         interrupted: Was the run broken off before all rounds were done?
     """
     configuration = turns[0].configuration
@@ -84,7 +86,6 @@ def summarise(
     arm, limits = configuration.arm, configuration.limits
     samples_ns = [round(run.seconds * 1e9) for run in runs]
     samples_ts = [run.done / run.seconds for run in runs]
-    said = next((turn.model for turn in turns if turn.model), {})
     record = {
         **around.llama_bench,
         "model_filename": configuration.path.name,
