@@ -32,6 +32,7 @@ from .subject import made
 
 __all__ = ["FIGURES", "Bench", "open_bench"]
 
+ARMS = {"stream-reactive": "off", "stream-prefetch": "auto"}  # and what plan calls them
 GIB = 1 << 30
 MIB = 1 << 20
 
@@ -51,8 +52,9 @@ class Shape:
 @dataclass(frozen=True)
 class Effort:
     shapes: tuple[Shape, ...]
-    warms: int
+    fills: int  # tokens of the prompt that fills the cache
     tokens: int
+    arms: tuple[str, ...]
     trace_tokens: int
     small: tuple[str, ...]  # of the model on which measuring itself is measured
     small_bytes: int
@@ -77,8 +79,9 @@ FULL = Effort(
             (0.4e9, 1.2e9),
         ),
     ),
-    warms=192,
-    tokens=160,
+    fills=512,
+    tokens=128,
+    arms=("stream-reactive", "stream-prefetch"),
     trace_tokens=1024,
     small=QWEN3,
     small_bytes=8 * GIB,
@@ -89,8 +92,9 @@ FULL = Effort(
 TINY = ("--shape", "qwen3-30b-a3b", "--layers", "3", "--experts", "32", "--vocab", "32000")
 QUICK = Effort(
     shapes=(Shape("qwen3-30b-a3b, 3 layers", TINY, "qwen3-30b-a3b", 2 * GIB, (0.4,), (0.5e9,)),),
-    warms=48,
-    tokens=64,
+    fills=128,
+    tokens=48,
+    arms=("stream-reactive",),
     trace_tokens=256,
     small=TINY,
     small_bytes=GIB,
@@ -258,9 +262,10 @@ def forecast(bench: Bench) -> Iterator[Figure]:
             trace = _routing(path, shape.like, effort.trace_tokens)
             for point in _points(path, shape):
                 measured = _measured(path, point, trace, effort)
-                for arm, prefetch in (("stream-reactive", "off"), ("stream-prefetch", "auto")):
+                for arm, prefetch in ARMS.items():
                     if arm in measured:
-                        told = _forecast(path, measured_machine, trace, point, prefetch, effort.tokens // 2)
+                        depth = effort.fills + effort.tokens // 2
+                        told = _forecast(path, measured_machine, trace, point, prefetch, depth)
                         errors.append(abs(told / measured[arm] - 1))
                         name = f"forecast[{shape.name}, {point[0] / GIB:.2f} GiB, {point[1] / 1e9:g} GB/s, {arm}]"
                         yield Figure(f"{name}.measured", measured[arm], "tok/s")
@@ -300,15 +305,15 @@ def _routing(path: Path, like: str, tokens: int) -> Path:
 def _measured(path: Path, point: tuple[int, float], trace: Path, effort: Effort) -> dict[str, float]:
     """Tokens a second by arm."""
     cache, disk = point
-    names = ("stream-reactive", "stream-prefetch")
     note(f"{path.name}: a cache of {cache / GIB:.2f} GiB, {disk / 1e9:g} GB/s")
     records = benchmark(
         model=path,
-        arms=[f"{name}:cache={cache}:disk={int(disk)}:replay={trace}" for name in names],
+        arms=[f"{name}:cache={cache}:disk={int(disk)}:replay={trace}" for name in ARMS if name in effort.arms],
         n_prompt=0,
         n_gen=effort.tokens,
+        n_depth=effort.fills,  # a prompt asks for nearly all experts, so that the cache is full of those most used
         repetitions=1,
-        warmup=effort.warms,
+        warmup=8,
         random=True,
         test_seconds=90,
     )
@@ -321,7 +326,6 @@ def _measured(path: Path, point: tuple[int, float], trace: Path, effort: Effort)
 
 def _forecast(path: Path, machine: Probe, trace: Path, point: tuple[int, float], prefetch: str, depth: int) -> float:
     cache, disk = point
-    # Bench writes behind an empty context: half of the tokens are what is behind the mean one.
     chosen = plan(path, probe=machine, trace=trace, cache=cache, disk=int(disk), depth=depth).chosen
     if chosen is None:
         raise MeasurementError(f"plan says that {path.name} does not run with a cache of {cache} bytes")

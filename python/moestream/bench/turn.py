@@ -282,6 +282,7 @@ def _run(
     if test.n_depth:
         progress(f"reading {test.n_depth} tokens of context")
         session.feed(following(test.n_depth), at_once=True, checked=False, timeout_s=waits_s)
+        session.settle(at_most_s=SETTLES_AT_MOST_S)
     with Watch(pids=[session.pid]) as watch:
         if test.n_prompt:
             progress(f"a prompt of {test.n_prompt} tokens")
