@@ -470,7 +470,7 @@ def test_two_benchmarks_at_once_would_spoil_each_other(folder: Path) -> None:
             "there is nothing to measure: give tokens of a prompt (-p) or to write (-n)",
         ),
         ({"memory": "much"}, "memory: size 'much': expected a number and a unit"),
-        ({"repetitions": 0}, "repetitions and test_seconds must be above 0"),
+        ({"repetitions": 0}, "repetitions must be above 0, warmup at least 0, test_seconds above 0"),
         ({"file": "no.txt"}, "cannot read the text no.txt: No such file or directory"),
         ({"file": "no.txt", "random": True}, "both a text and random tokens are asked for: give one"),
     ],
