@@ -27,7 +27,6 @@ from . import _probe_compute, _probe_reads, _probe_verdict
 from ._probe_compute import KernelRate
 from ._probe_reads import ReadRate
 from ._whole_file import writing_whole
-from .bench.machine import Watch, describe_disk, describe_machine
 from .errors import MeasurementError, OptionError, OutputError
 from .memory import available_bytes
 
@@ -263,6 +262,12 @@ def probe(
         raise OptionError(f"seconds={seconds!r}: more than {MOST_S} tell no more")
     if not path.is_file() and not path.is_dir():
         raise OptionError(f"{path}: there is no such file or folder; name a model's file, or a folder on the disk")
+    from .bench.machine import (  # not before it is asked for: it brings all of bench
+        Watch,
+        describe_disk,
+        describe_machine,
+    )
+
     machine, disk, available = describe_machine().as_dict(), describe_disk(path).as_dict(), available_bytes()
     with Watch() as watch:
         if path.is_file():
@@ -327,6 +332,8 @@ def remember(probe: Probe) -> Path:
 
 def cached_probe(path: str | os.PathLike[str]) -> Probe | None:
     """The last probe of the disk that `path` is on, if this still is that disk and that machine."""
+    from .bench.machine import describe_disk, describe_machine
+
     disk = describe_disk(path).as_dict()
     try:
         found = Probe.read(_cache_file(disk))

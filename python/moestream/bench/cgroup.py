@@ -190,8 +190,7 @@ class SystemdScope:
         self._memory_bytes = memory_bytes
         self._read_rules = [(device, read_bytes_per_s) for device in devices] if read_bytes_per_s is not None else []
         self._properties = [] if memory_bytes is None else [f"MemoryMax={memory_bytes}", "MemorySwapMax=0"]
-        if read_bytes_per_s is not None:
-            self._properties += [f"IOReadBandwidthMax=/dev/{device.name} {read_bytes_per_s}" for device in devices]
+        self._properties += [f"IOReadBandwidthMax=/dev/{device.name} {rate}" for device, rate in self._read_rules]
         self._last = GroupUsage(0, 0)
 
     def __enter__(self) -> SystemdScope:

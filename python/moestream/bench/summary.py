@@ -239,7 +239,7 @@ def _streaming(runs: Sequence[TestRun], record: Mapping[str, Any]) -> dict[str, 
     read = per_token("bytes_read")
     token_s = sum(run.seconds for run in runs) / done
     wait_s = per_token("wait_s")
-    rates = [record[name] for name in ("disk_bps_before", "disk_bps_after") if record[name]]
+    disk_bps = _disk_bps(record)
     values = {
         **{name: last[name] for name in ("cache_bytes", "kernels", "prefetch", "policy", "reader", "direct")},
         "hit_rate": found / (found + missed) if found + missed else None,
@@ -251,8 +251,8 @@ def _streaming(runs: Sequence[TestRun], record: Mapping[str, Any]) -> dict[str, 
         "bubble_ms": wait_s * 1e3,
         "compute_limit_ms": (token_s - wait_s) * 1e3,
     }
-    if rates:
-        values["read_limit_ms"] = max(0.0, read - wasted) / statistics.mean(rates) * 1e3
+    if disk_bps is not None:
+        values["read_limit_ms"] = max(0.0, read - wasted) / disk_bps * 1e3
     return values | _limit(1 / token_s, values.get("read_limit_ms"), values["compute_limit_ms"])
 
 
@@ -268,10 +268,9 @@ def add_compute_limits(records: Sequence[dict[str, Any]]) -> None:
         and not any(sentence.startswith("error: not resident") for sentence in record["warnings"])
     }
     for record in records:
-        computes_ms = resident.get(_same_work(record))
-        rates = [record[name] for name in ("disk_bps_before", "disk_bps_after") if record.get(name)]
-        if record.get("limit_ts") is None and computes_ms and record["avg_ts"] and rates:
-            reads_ms = record["demand_bytes_per_token"] / statistics.mean(rates) * 1e3
+        computes_ms, disk_bps = resident.get(_same_work(record)), _disk_bps(record)
+        if record.get("limit_ts") is None and computes_ms and record["avg_ts"] and disk_bps is not None:
+            reads_ms = record["demand_bytes_per_token"] / disk_bps * 1e3
             record |= {"read_limit_ms": reads_ms, "compute_limit_ms": computes_ms}
             record |= _limit(_speed(record), reads_ms, computes_ms)
 
@@ -279,6 +278,12 @@ def add_compute_limits(records: Sequence[dict[str, Any]]) -> None:
 def _speed(record: Mapping[str, Any]) -> float:
     """Tokens a second of all rounds together: unlike the mean of the rounds' speeds, what one token took over that of another."""
     return statistics.harmonic_mean(record["samples_ts"])
+
+
+def _disk_bps(record: Mapping[str, Any]) -> float | None:
+    """Between what was measured before the turns and after them; None if it was not."""
+    rates = [record[name] for name in ("disk_bps_before", "disk_bps_after") if record[name]]
+    return statistics.mean(rates) if rates else None
 
 
 def _same_work(record: Mapping[str, Any]) -> str:

@@ -276,7 +276,7 @@ def _run(
     test_seconds: float,
     progress: Callable[[str], None],
 ) -> TestRun:
-    feeds, seconds, done = [], 0.0, 0
+    feeds, done = [], 0
     token_s: list[float] = []
     waits_s = LOADS_AT_MOST_S + test_seconds
     if test.n_depth:
@@ -301,9 +301,8 @@ def _run(
             )
             token_s = feeds[-1].token_s
             done += len(token_s)
-    seconds = sum(sum(feed.token_s) for feed in feeds)
     return TestRun(
-        seconds=seconds,
+        seconds=sum(sum(feed.token_s) for feed in feeds),
         done=done,
         token_s=token_s,
         feeds=feeds,

@@ -36,7 +36,7 @@ from .generate import (
     kv_types,
     load,
     require_adapter,
-    shards,
+    size_on_disk,
 )
 
 if TYPE_CHECKING:
@@ -164,9 +164,7 @@ def evaluate(
     context = ctx_size or (of_base.context if of_base is not None else CONTEXT)
     at_once = min(batch_size, ubatch_size, context)
     path = locate(model, hf_repo, hf_file)
-    bytes_on_disk = (
-        describe(path).bytes_on_disk if expert_streaming else sum(shard.stat().st_size for shard in shards(path))
-    )
+    bytes_on_disk = describe(path).bytes_on_disk if expert_streaming else size_on_disk(path)
     threads = threads or default_threads()
     started = time.perf_counter()
     llm = load(

@@ -224,10 +224,7 @@ def generate(
             "--policy, --prefetch, --cache-aware and --experts-used"
         )
     path = locate(model, hf_repo, hf_file)
-    if expert_streaming:
-        bytes_on_disk = describe(path).bytes_on_disk
-    else:
-        bytes_on_disk = sum(shard.stat().st_size for shard in shards(path))
+    bytes_on_disk = describe(path).bytes_on_disk if expert_streaming else size_on_disk(path)
     seed = secrets.randbelow(_SEED_END) if seed == -1 else seed
 
     rss_before_bytes = memory.rss_bytes()
@@ -567,7 +564,7 @@ def load(path: Path, streaming: ExpertStreaming | None, **options: Any) -> Llama
 
     if streaming is not None:
         return Llama(str(path), expert_streaming=streaming, **options)
-    taken, available = sum(shard.stat().st_size for shard in shards(path)), memory.available_bytes()
+    taken, available = size_on_disk(path), memory.available_bytes()
     if taken > available:
         raise OptionError(
             f"--no-expert-streaming: {path.name} takes {memory.format_size(taken)} of memory and {memory.format_size(available)} are "
@@ -581,7 +578,12 @@ def load(path: Path, streaming: ExpertStreaming | None, **options: Any) -> Llama
         raise ModelError(f"{exc} (-vv shows llama.cpp's log)") from exc
 
 
-def shards(path: Path) -> list[Path]:
+def size_on_disk(path: Path) -> int:
+    """Bytes of all files of the model whose first file is `path`, with experts or without."""
+    return sum(shard.stat().st_size for shard in _shards(path))
+
+
+def _shards(path: Path) -> list[Path]:
     """The files of the model whose first file is `path`."""
     paths = [path.with_name(name) for name in split_set(path.name)]
     if missing := [path for path in paths if not path.is_file()]:
