@@ -100,6 +100,12 @@ def routing(shape: ModelShape, tokens: int = 120, seed: int = 0) -> Routing:
     return Routing(trace, "a test", own=True)
 
 
+@pytest.fixture(autouse=True)
+def no_probe_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other tests found out about this machine is not known here, whichever run first."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
 @pytest.fixture(scope="module")
 def small() -> ModelShape:
     return model_shape(**SMALL)
