@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import random
 import threading
@@ -23,6 +22,7 @@ from logits import CONTEXT, stock_kernels
 from moestream import ExpertReadError, ExpertStreaming, Llama, OptionError, describe, record_routing
 from moestream._capture import _ffi as ggml_ffi
 from moestream._capture import _ggml as ggml
+from moestream._evaluation import apply_adapters
 
 LAYERS, TOPK, EXPERTS = 4, 2, 8  # of the factory's models
 TOKENS = random.Random(1).choices(range(256), k=400)
@@ -321,9 +321,7 @@ def watched(
     params.cb_eval, params.cb_eval_user_data = callback, None
     ctx = llama_cpp.llama_init_from_model(llm.model, params)
     assert ctx
-    if llm.lora_path:
-        adapters = (llama_cpp.llama_adapter_lora_p_ctypes * 1)(llm._lora_adapter)
-        llama_cpp.llama_set_adapters_lora(ctx, adapters, 1, (ctypes.c_float * 1)(1.0))
+    apply_adapters(llm, ctx)
     try:
 
         def decode(tokens: list[int]) -> None:

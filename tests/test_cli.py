@@ -291,6 +291,7 @@ def test_escapes_are_processed_unless_told_not_to(model: Path, tmp_path: Path) -
         (["-s", "4294967295"], "--seed 4294967295: give a number from 0 to 4294967294, or -1 for a random one"),
         (["-ctv", "q8_0"], "--cache-type-v q8_0 needs flash attention: add -fa on"),
         (["--lora", "nowhere.gguf"], "--lora: there is no file nowhere.gguf"),
+        (["--lora-scaled", "nowhere.gguf:0.5"], "--lora: there is no file nowhere.gguf"),
         (["--no-expert-streaming", "--kernels", "plain"], "--no-expert-streaming leaves no use for --expert-cache"),
         (["-hf", "user/repo"], "both a model file and -hf are given: name the model once"),
         (["-hff", "file.gguf"], "--hf-file names a file in a repository: give that with -hf USER/REPO"),

@@ -66,11 +66,11 @@ def assert_same_logits(ours: llama_cpp.Llama, theirs: llama_cpp.Llama) -> None:
 # The surface
 
 
-def test_the_signature_is_stocks_and_two_keywords() -> None:
+def test_the_signature_is_stocks_and_four_keywords() -> None:
     ours = inspect.signature(Llama)
     theirs = inspect.signature(llama_cpp.Llama)
     added = list(ours.parameters)[len(theirs.parameters) - 1 :]  # stock's **kwargs swallows mistakes: it is left out
-    assert added == ["expert_streaming", "load_progress"]
+    assert added == ["expert_streaming", "prerouter", "force", "load_progress"]
     for name, parameter in theirs.parameters.items():
         if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
             assert ours.parameters[name].default == parameter.default, name

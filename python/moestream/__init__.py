@@ -15,6 +15,7 @@ from .errors import (
     MoestreamError,
     OptionError,
     OutputError,
+    SidecarError,
     TraceError,
 )
 from .layout import Conversion, ConversionPlan, ExportResult, VerifyReport, convert, export, verify
@@ -25,6 +26,7 @@ from .options import ExpertStreaming
 from .perplexity import PerplexityReport, evaluate
 from .planner import Forecast, ModelShape, Plan, model_shape, plan
 from .probing import KernelRate, Probe, ReadRate, cached_probe, probe, token_compute_s
+from .sidecar import Sidecar
 from .simulation import SimulatedRun, SimulationResult, simulate
 from .stats import ExpertStats, Predictions
 from .synthesis import synthesise_trace
@@ -65,6 +67,8 @@ __all__ = [
     "ReadRate",
     "RoutingStatistics",
     "RoutingTrace",
+    "Sidecar",
+    "SidecarError",
     "SimulatedRun",
     "SimulationResult",
     "Timeline",

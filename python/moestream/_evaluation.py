@@ -1,6 +1,6 @@
 """Evaluates texts in a context of their own, with the logits of every token.
 
-The context is as that of the model's object but for its size, its adapter is applied, and it is freed afterwards. For that
+The context is as that of the model's object but for its size, its adapters are applied, and it is freed afterwards. For that
 time it takes memory: a KV cache of `context` tokens, and logits of `tokens_at_once`. What the object has evaluated before
 stays as it is.
 """
@@ -16,9 +16,9 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
-from .errors import OptionError
+from .errors import ModelError, OptionError
 
-__all__ = ["Evaluation", "evaluating", "require_tokens"]
+__all__ = ["Evaluation", "apply_adapters", "evaluating", "require_tokens"]
 
 OnNode = Callable[[int, bool, Any], bool]
 """llama.cpp's callback on the nodes of its graph: (address of the tensor, asking, user data)."""
@@ -28,6 +28,23 @@ def require_tokens(llm: llama_cpp.Llama, tokens: Sequence[int]) -> None:
     """Raises OptionError unless the model has all these tokens."""
     if wrong := [token for token in tokens if not 0 <= token < llm.n_vocab()]:
         raise OptionError(f"token {wrong[0]} does not exist: this model has {llm.n_vocab()}")
+
+
+def apply_adapters(llm: llama_cpp.Llama, ctx: Any) -> None:
+    """Has a context of the model apply the LoRA adapters that its object has; a model of llama-cpp-python has at most one.
+
+    Raises:
+        ModelError: llama.cpp refuses them.
+    """
+    adapters = list(getattr(llm, "_adapters", ()))
+    if llm._lora_adapter:
+        adapters.append((llm._lora_adapter, llm.lora_scale))
+    if not adapters:
+        return
+    pointers = (llama_cpp.llama_adapter_lora_p_ctypes * len(adapters))(*(adapter for adapter, _ in adapters))
+    scales = (ctypes.c_float * len(adapters))(*(scale for _, scale in adapters))
+    if llama_cpp.llama_set_adapters_lora(ctx, pointers, len(adapters), scales):
+        raise ModelError(f"llama.cpp cannot apply the {len(adapters)} LoRA adapters of {llm.model_path}")
 
 
 class Evaluation:
@@ -99,9 +116,7 @@ def evaluating(
                 f"no memory for a second context of {context} tokens: take a smaller context, or free some"
             )
         stack.callback(llama_cpp.llama_free, ctx)
-        if llm._lora_adapter:
-            adapters = (llama_cpp.llama_adapter_lora_p_ctypes * 1)(llm._lora_adapter)
-            llama_cpp.llama_set_adapters_lora(ctx, adapters, 1, (ctypes.c_float * 1)(llm.lora_scale))
+        apply_adapters(llm, ctx)
         batch = llama_cpp.llama_batch_init(tokens_at_once, 0, 1)
         stack.callback(llama_cpp.llama_batch_free, batch)
         yield Evaluation(llm, ctx, batch)

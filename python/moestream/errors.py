@@ -6,6 +6,7 @@
     ├── ModelError (ValueError)       a file that is no model, or a damaged or unsuitable one
     ├── OutputError (OSError)         a file cannot be written: it exists, or the disk is full
     ├── TraceError (ValueError)       a file that is no routing trace, or a damaged one
+    ├── SidecarError (ValueError)     heads or a LoRA that are damaged, incomplete, or of another model
     ├── ConverterError (RuntimeError) llama.cpp's converter is not there, or failed
     ├── MeasurementError (RuntimeError) something that cannot be measured here
     └── ExpertReadError (OSError)     experts could not be read while computing
@@ -22,6 +23,7 @@ __all__ = [
     "ModelError",
     "OutputError",
     "TraceError",
+    "SidecarError",
     "ConverterError",
     "MeasurementError",
     "ExpertReadError",
@@ -50,6 +52,10 @@ class OutputError(MoestreamError, OSError):
 
 class TraceError(MoestreamError, ValueError):
     """A file that is not a routing trace this version reads, or arrays that make none."""
+
+
+class SidecarError(MoestreamError, ValueError):
+    """Heads or a LoRA that are damaged, incomplete, of another model, or that cannot be applied as they are."""
 
 
 class ConverterError(MoestreamError, RuntimeError):

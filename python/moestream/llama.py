@@ -7,6 +7,7 @@ import ctypes
 import functools
 import inspect
 import logging
+import math
 import os
 import types
 import warnings
@@ -22,11 +23,15 @@ from llama_cpp import llama as stock_module
 
 from . import _hub, _threads, timeline
 from ._engine import Engine
+from ._evaluation import apply_adapters
 from ._native import lib, text
 from .errors import ExpertReadError, ModelError, OptionError
 from .memory import private_bytes
 from .model import ModelDescription, describe
 from .options import ExpertStreaming
+from .sidecar import Sidecar, sidecar_for
+from .sidecar.adapter import adapter_bytes, adapter_names, in_memory
+from .sidecar.unapplied import unapplied
 from .stats import ExpertStats
 
 __all__ = ["Llama"]
@@ -34,6 +39,8 @@ __all__ = ["Llama"]
 logger = logging.getLogger("moestream")
 
 _GGML_LOG_LEVEL_ERROR = 4
+
+LoraPath = str | os.PathLike[str]
 
 
 class _BufferOverride(ctypes.Structure):
@@ -263,6 +270,25 @@ def _require_choosable(model: ModelDescription, number: int, name: str) -> None:
         raise OptionError(f"{name}: a token of {model.path} can take 1 to {model.experts_choosable} experts{grouped}; the file says {model.experts_used}")
 
 
+def _adapters(lora_path: LoraPath | Sequence[LoraPath | tuple[LoraPath, float]] | None, scale: float) -> list[tuple[str, float]]:
+    """Paths of LoRA adapters and their scales; ``scale`` is of those that have none of their own.
+
+    Raises:
+        OptionError: it is neither a path nor a list of such, or a scale is no number.
+    """
+    if not lora_path:
+        return []
+    if isinstance(lora_path, (str, os.PathLike)):
+        return [(os.fspath(lora_path), scale)]
+    adapters = []
+    for each in lora_path if isinstance(lora_path, Sequence) else (None,):
+        path, own = each if isinstance(each, (tuple, list)) and len(each) == 2 else (each, scale)
+        if not isinstance(path, (str, os.PathLike)) or not isinstance(own, (int, float)) or not math.isfinite(own):
+            raise OptionError(f"lora_path={lora_path!r}: expected a path, or a list of paths and of (path, scale)")
+        adapters.append((os.fspath(path), float(own)))
+    return adapters
+
+
 def _refuse_unknown(keywords: Iterable[str], known: Container[str]) -> None:
     for name in keywords:
         if name not in known:
@@ -281,6 +307,13 @@ class Llama(llama_cpp.Llama):
         expert_streaming: True for :class:`ExpertStreaming` with its defaults, or
             one with options. False (the default) makes this a plain
             ``llama_cpp.Llama``.
+        lora_path: A LoRA adapter (GGUF), or a list of adapters and of (adapter,
+            scale). They are never merged: y = W x + scale (alpha / rank) B A x
+            for each. ``lora_scale`` is the scale of those that have none.
+        prerouter: A sidecar of trained heads, a LoRA, or both, for this model;
+            see docs/sidecar.md. Its LoRA is applied as those of ``lora_path``
+            are. Needs ``expert_streaming``.
+        force: Take a sidecar that was made for another model, if it fits.
         load_progress: Called with the share of the model loaded, 0.0 to 1.0.
         **kwargs: Everything else as in :class:`llama_cpp.Llama`. With streaming,
             ``use_mmap`` has no meaning (dense weights are always in anonymous
@@ -292,6 +325,7 @@ class Llama(llama_cpp.Llama):
     Raises:
         OptionError: an unknown keyword, or options that cannot work here.
         ModelError: a file that cannot be loaded or streamed.
+        SidecarError: a sidecar that is damaged, or for another model.
         ExpertReadError: from later calls, when experts cannot be read.
     """
 
@@ -300,10 +334,15 @@ class Llama(llama_cpp.Llama):
         model_path: str,
         *,
         expert_streaming: bool | ExpertStreaming = False,
+        lora_path: LoraPath | Sequence[LoraPath | tuple[LoraPath, float]] | None = None,
+        prerouter: str | os.PathLike[str] | None = None,
+        force: bool = False,
         load_progress: Callable[[float], None] | None = None,
         **kwargs: Any,
     ) -> None:
         self._engine: Engine | None = None
+        self._prerouter, self._force = prerouter, force
+        self._adapters: list[tuple[Any, float]] = []
         self._expert_streaming = expert_streaming
         self._threads_given = True
         self._evaluated: list[int] | None = None  # tokens since the timeline is recorded
@@ -312,9 +351,13 @@ class Llama(llama_cpp.Llama):
         _refuse_unknown(kwargs, _STOCK_PARAMETERS)
         if not isinstance(expert_streaming, (bool, ExpertStreaming)):
             raise OptionError(f"expert_streaming={expert_streaming!r}: expected True, False or ExpertStreaming(...)")
+        adapters = _adapters(lora_path, kwargs.get("lora_scale", 1.0))
         if expert_streaming is False:
-            if load_progress is not None:
-                raise OptionError("load_progress= reports on a streamed model; it needs expert_streaming")
+            for name, given in (("load_progress= reports on", load_progress), ("prerouter= routes", prerouter)):
+                if given is not None:
+                    raise OptionError(f"{name} a streamed model; it needs expert_streaming")
+            if adapters:
+                kwargs["use_mmap"] = False  # as stock has it
             try:
                 super().__init__(model_path, **kwargs)
             except ValueError as error:
@@ -324,6 +367,11 @@ class Llama(llama_cpp.Llama):
                     f"{model_path}: is a laid file, which only streaming can load; give expert_streaming=True, or make a stock file "
                     f"of it: moestream export {model_path} STOCK.gguf"
                 ) from error
+            try:
+                self._apply(adapters, None, lora_path)
+            except BaseException:
+                self.close()
+                raise
             return
         if kwargs.get("use_mlock"):
             raise OptionError("use_mlock=True would lock the whole model in memory, which streaming exists to avoid; leave it out")
@@ -332,6 +380,7 @@ class Llama(llama_cpp.Llama):
         if not self._threads_given:
             kwargs["n_threads"] = _threads.default_threads()
         model_path = os.fspath(model_path)
+        sidecar = None if prerouter is None else sidecar_for(model_path, prerouter, force=force)
         before = private_bytes()
         experts_used, kwargs["kv_overrides"] = _experts_used(model_path, options.experts_used, kwargs.get("kv_overrides"))
         self._engine = Engine(model_path, options, experts_used=experts_used)
@@ -349,18 +398,32 @@ class Llama(llama_cpp.Llama):
                     choose_threads=not self._threads_given and not kwargs.get("flash_attn"),
                 ),
             )
-            errors: list[str] = []
-            with _collected_errors(errors, forward=True) if kwargs.get("lora_path") else contextlib.nullcontext():
-                init(self, model_path, **kwargs)
-            self._require_adapter(errors)
+            init(self, model_path, **kwargs)
+            self._apply(adapters, sidecar, lora_path)
         except BaseException:
             self.close()
             raise
 
-    def _require_adapter(self, errors: list[str]) -> None:
-        """Stock takes the NULL of an adapter that failed to load for one, and crashes when it is used."""
-        if self.lora_path and not self._lora_adapter:
-            raise ModelError(f"{self.lora_path}: llama.cpp cannot load it as a LoRA adapter for {self.model_path}: {_last_cause(errors)}")
+    def _apply(self, adapters: Sequence[tuple[str, float]], sidecar: Sidecar | None, lora_path: Any) -> None:
+        """Loads LoRA adapters and has the context apply all of them. Stock knows one, and crashes on one that failed to load."""
+        self.lora_path = lora_path
+        if sidecar is not None and sidecar.lora is not None:
+            with in_memory(adapter_bytes(sidecar.lora, sidecar.base.architecture)) as path:
+                self._load_adapter(path, 1.0, sidecar.path)
+        for path, scale in adapters:
+            if ignored := unapplied(self.metadata.get("general.architecture", ""), adapter_names(path)):
+                raise ModelError(f"{path}: has a LoRA of {ignored[0]}, which llama.cpp would not apply in this model; train one without it")
+            self._load_adapter(path, scale, path)
+        apply_adapters(self, self.ctx)
+
+    def _load_adapter(self, path: str, scale: float, name: Any) -> None:
+        errors: list[str] = []
+        with _collected_errors(errors, forward=self.verbose):
+            adapter = llama_cpp.llama_adapter_lora_init(self.model, os.fsencode(path))
+        if not adapter:
+            raise ModelError(f"{name}: llama.cpp cannot load it as a LoRA adapter for {self.model_path}: {_last_cause(errors)}")
+        self._stack.callback(llama_cpp.llama_adapter_lora_free, adapter)
+        self._adapters.append((adapter, scale))
 
     @classmethod
     def from_pretrained(
@@ -472,11 +535,12 @@ class Llama(llama_cpp.Llama):
             self._engine.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**super().__getstate__(), "expert_streaming": self._expert_streaming}
+        own = {"expert_streaming": self._expert_streaming, "prerouter": self._prerouter, "force": self._force}
+        state = {**super().__getstate__(), **own}
         return state if self._threads_given else {**state, "n_threads": None}
 
 
-_OWN_PARAMETERS = ("expert_streaming", "load_progress")
+_OWN_PARAMETERS = ("expert_streaming", "prerouter", "force", "load_progress")
 
 Llama.__init__.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
     [

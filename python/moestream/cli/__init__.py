@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from ..errors import MoestreamError
-from . import bench, convert, demo, eval, export, generate, inspect, plan, probe, simulate, trace, verify
+from . import bench, convert, demo, eval, export, generate, inspect, plan, probe, sidecar, simulate, trace, verify
 from ._logging import log_to_stderr
 from ._output import versions
 
@@ -36,6 +36,7 @@ _COMMANDS = {
     "inspect": inspect,
     "probe": probe,
     "plan": plan,
+    "sidecar": sidecar,
     "simulate": simulate,
     "trace": trace,
     "verify": verify,

@@ -17,7 +17,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -35,11 +35,12 @@ from .generate import (
     add_streaming_arguments,
     kv_types,
     load,
-    require_adapter,
+    require_adapters,
     size_on_disk,
 )
 
 if TYPE_CHECKING:
+    from ..llama import LoraPath
     from ..perplexity import Chunk, Divergence, Estimate, PerplexityReport, RoutingMismatch
 
 
@@ -72,7 +73,7 @@ def evaluate(
     batch_size: int = 2048,
     ubatch_size: int = 512,
     threads: int | None = None,
-    lora: str | os.PathLike[str] | None = None,
+    lora: LoraPath | Sequence[LoraPath | tuple[LoraPath, float]] | None = None,
     flash_attn: bool = False,
     cache_type_k: str = "f16",
     cache_type_v: str = "f16",
@@ -135,7 +136,7 @@ def evaluate(
         if value is not None and value < 1:
             raise OptionError(f"{option} {value}: give a number of at least 1")
     type_k, type_v = kv_types(cache_type_k, cache_type_v, flash_attn)
-    require_adapter(lora)
+    require_adapters(lora)
     streaming = ExpertStreaming(
         cache=expert_cache,
         kernels=kernels,
@@ -177,7 +178,7 @@ def evaluate(
         n_ubatch=at_once,
         n_threads=threads,
         n_threads_batch=threads,
-        lora_path=None if lora is None else str(lora),
+        lora_path=lora,
         flash_attn=flash_attn,
         type_k=type_k,
         type_v=type_v,

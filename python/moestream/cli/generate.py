@@ -11,6 +11,7 @@ import argparse
 import codecs
 import contextlib
 import logging
+import math
 import os
 import re
 import secrets
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from llama_cpp import LogitsProcessorList
 
     from .. import ExpertStats, ExpertStreaming, Llama
+    from ..llama import LoraPath
 
 _FLOAT_TYPES = ("f32", "f16", "bf16")
 CACHE_TYPES = (*_FLOAT_TYPES, "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
@@ -129,7 +131,7 @@ def generate(
     repeat_penalty: float = 1.0,
     repeat_last_n: int = 64,
     ignore_eos: bool = False,
-    lora: str | os.PathLike[str] | None = None,
+    lora: LoraPath | Sequence[LoraPath | tuple[LoraPath, float]] | None = None,
     flash_attn: bool = False,
     cache_type_k: str = "f16",
     cache_type_v: str = "f16",
@@ -174,7 +176,7 @@ def generate(
         repeat_penalty: 1 is no penalty.
         repeat_last_n: Tokens the penalty looks back on.
         ignore_eos: Never draw an end-of-text token.
-        lora: A LoRA adapter (GGUF) to apply.
+        lora: A LoRA adapter (GGUF) to apply, or a list of adapters and of (adapter, scale).
         flash_attn: Use flash attention. A quantised `cache_type_v` needs it.
         cache_type_k, cache_type_v: Types of the KV cache, one of CACHE_TYPES.
         expert_streaming: False loads the whole model, as llama_cpp.Llama does, to compare with.
@@ -205,7 +207,7 @@ def generate(
     _check_sizes(n_predict, ctx_size, threads, threads_batch, batch_size, ubatch_size)
     _check_sampling(temp, repeat_penalty, repeat_last_n, seed)
     type_k, type_v = kv_types(cache_type_k, cache_type_v, flash_attn)
-    require_adapter(lora)
+    require_adapters(lora)
     streaming = ExpertStreaming(
         cache=expert_cache,
         kernels=kernels,
@@ -239,7 +241,7 @@ def generate(
         n_threads=threads if expert_streaming else threads or default_threads(),
         n_threads_batch=threads_batch or threads or default_threads(),
         last_n_tokens_size=repeat_last_n,
-        lora_path=None if lora is None else str(lora),
+        lora_path=lora,
         use_mmap=mmap,
         flash_attn=flash_attn,
         type_k=type_k,
@@ -426,7 +428,17 @@ def add_attention_arguments(running: argparse._ActionsContainer) -> None:
             metavar="TYPE",
             help=f"type of the {which} cache: {', '.join(CACHE_TYPES)} (default: %(default)s)",
         )
-    running.add_argument("--lora", metavar="FILE", help="a LoRA adapter to apply")
+    running.add_argument(
+        "--lora", metavar="FILE", action="append", help="a LoRA adapter to apply; may be given several times"
+    )
+    running.add_argument(
+        "--lora-scaled",
+        metavar="FILE:SCALE",
+        dest="lora",
+        action="append",
+        type=_scaled_adapter,
+        help="the same, with a scale in place of 1",
+    )
 
 
 def add_streaming_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
@@ -612,10 +624,23 @@ def _check_sizes(
         raise OptionError(f"--ubatch-size {ubatch_size} is more than --batch-size {batch_size}: raise -b or lower -ub")
 
 
-def require_adapter(lora: str | os.PathLike[str] | None) -> None:
+def require_adapters(lora: LoraPath | Sequence[LoraPath | tuple[LoraPath, float]] | None) -> None:
     """Raises OptionError for an adapter that is not there."""
-    if lora is not None and not Path(lora).is_file():
-        raise OptionError(f"--lora: there is no file {lora}")
+    for each in [lora] if isinstance(lora, (str, os.PathLike)) else lora or ():
+        path = each[0] if isinstance(each, tuple) else each
+        if not Path(path).is_file():
+            raise OptionError(f"--lora: there is no file {path}")
+
+
+def _scaled_adapter(text: str) -> tuple[str, float]:
+    path, _, scale = text.rpartition(":")
+    try:
+        number = float(scale)
+    except ValueError:
+        number = math.nan
+    if not path or not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"{text!r}: give the file and its scale, such as adapter.gguf:0.5")
+    return path, number
 
 
 def kv_types(cache_type_k: str, cache_type_v: str, flash_attn: bool) -> tuple[int, int]:
