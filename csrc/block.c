@@ -768,6 +768,7 @@ static void work(struct ggml_tensor *dst, int ith, int nth, void *userdata) {
     struct ms_block *block = userdata;
     const struct ms_block_meanwhile *meanwhile = block->run.meanwhile;
     if (block->run.by_rows && ith == 0) meanwhile->function(meanwhile->context); /* while the others begin to compute */
+    if (meanwhile->share) meanwhile->share(meanwhile->context);
     if (block->run.by_rows) work_by_rows(&block->run, &block->workers[ith]);
     else work_by_tokens(block, &block->workers[ith]);
 }
@@ -991,6 +992,17 @@ static bool prepare(struct ms_block *block, int n_threads, const int32_t *wanted
 
 /* ------------------------------------------------------------ computing */
 
+/* Choices whose expert was not computed to its end. */
+static uint64_t count_dropped(const struct run *run) {
+    uint64_t dropped = 0;
+    for (int e = 0; e < run->n_entries; e++) {
+        const struct entry *entry = &run->entries[e];
+        bool whole = run->by_rows ? entry->done_first == run->first_parts && entry->activated && entry->next_down >= run->down_parts : entry->done_tiles == entry->n_tiles;
+        if (!whole) dropped += (uint64_t)entry->n_rows;
+    }
+    return dropped;
+}
+
 /* With rows divided experts are released together, with tokens divided each for itself. */
 static void release_rest(struct run *run) {
     for (int e = 0; e < run->n_entries; e++)
@@ -1038,7 +1050,7 @@ enum ggml_status ms_block_compute(struct ms_block *block, ggml_backend_t cpu, in
     release_rest(run);
     if (run->failed) store->settle(store);
     remember_usage(block);
-    *result = (struct ms_block_result){0};
+    *result = (struct ms_block_result){.dropped = run->failed ? 0 : count_dropped(run)};
     for (int i = 0; i < n_threads; i++) {
         result->wait_ns += block->workers[i].wait_ns / n_threads;
         result->zeros += block->workers[i].zeros;

@@ -65,11 +65,14 @@ struct ms_block_result {
     int64_t wait_ns;       /* the threads' mean time without anything to compute */
     uint64_t activations;  /* values behind the activation, where it gives zeros; else 0 */
     uint64_t zeros;        /* of these */
+    uint64_t dropped;      /* choices whose expert was not computed: 0 */
 };
 
-/* What the first thread does once the block's experts are on their way, and where it records that it waits. */
+/* What the first thread does once the block's experts are on their way, what all threads do before they compute (NULL:
+ * nothing; it is over when the block is), and where the first records that it waits. */
 struct ms_block_meanwhile {
     void (*function)(void *context);
+    void (*share)(void *context);
     void *context;
     struct ms_timeline *timeline; /* or NULL */
     uint32_t batch;

@@ -177,10 +177,12 @@ static bool is_norm_of_state(const struct ggml_tensor *op) {
 
 /* Does the router come right before the experts? It does if it reads what they read, the state as normalised after
  * attention; one that reads the state before attention would be a split of its own, and is taken only if it is needed:
- * where the choice is edited. */
+ * where the choice is edited, or heads make it. */
 static bool is_router_product(const struct ggml_tensor *op) {
     if (op->op != GGML_OP_MUL_MAT || !is_ours(op->src[0])) return false;
     const struct ms_engine *engine = engine_of(op->src[0]->buffer->buft);
+    const struct ms_expert_tensor *router = op->src[0]->buffer->buft == &engine->router_type ? op->src[0]->extra : NULL;
+    if (router && ms_heads_route(engine->heads) && ms_heads_predicting(engine->heads, router->layer) >= 0) return true;
     return op->src[0]->buffer->buft == &engine->buffer_type || op->src[1]->op == GGML_OP_MUL || ms_routing_edits(engine->routing);
 }
 
@@ -268,7 +270,7 @@ static enum ggml_status backend_graph_compute(ggml_backend_t backend, struct ggm
         ms_fail(0, err, sizeof err, "%s: decoded before its expert cache was given memory (ms_engine_start)", engine->source->files[0].path);
     } else {
         struct ms_experts_model model = {.source = engine->source, .store = engine->store, .products = engine->products, .first_layer = first_wanted_layer(engine), .last_layer = last_wanted_layer(engine),
-                                         .prerouter = &engine->prerouter, .routing = engine->routing, .timeline = engine->timeline};
+                                         .prerouter = &engine->prerouter, .routing = engine->routing, .heads = engine->heads, .timeline = engine->timeline};
         status = ms_experts_compute(experts, &model, graph, &counters, engine->zeros, err, sizeof err);
     }
     ms_engine_add(engine, &counters, err);

@@ -161,6 +161,16 @@ int ms_engine_replay(ms_engine *engine, const int32_t *experts, int n_tokens, in
     return ms_routing_replay(engine->routing, experts, n_tokens, n_layers, n_choices, err, errlen);
 }
 
+int ms_engine_heads(ms_engine *engine, const ms_head *heads, int n, int mode, ms_head_shape shape, char *err, size_t errlen) {
+    if (engine->heads) return ms_fail(-EALREADY, err, errlen, "the engine has its heads already");
+    if (!ms_engine_router_type(engine)) return ms_fail(-EINVAL, err, errlen, "its routers are quantised, so that heads can neither choose in their place nor know how they choose");
+    return ms_heads_open(engine->source, heads, n, mode, shape, &engine->heads, err, errlen);
+}
+
+int ms_engine_decode_rows(ms_engine *engine, int n_rows, const int32_t *sequences, const int32_t *positions, const uint8_t *flags) {
+    return engine->heads ? ms_heads_announce(engine->heads, n_rows, sequences, positions, flags) : 0;
+}
+
 int ms_engine_open(const char *path, const ms_engine_options *options, ms_engine **out, char *err, size_t errlen) {
     struct ms_engine *engine = calloc(1, sizeof *engine);
     if (!engine) return ms_fail(-ENOMEM, err, errlen, "out of memory");
@@ -215,6 +225,7 @@ void ms_engine_close(ms_engine *engine) {
     free(engine->timelines);
     ms_routers_free(engine->prerouter.routers);
     ms_routing_free(engine->routing);
+    ms_heads_close(engine->heads);
     free(engine->norm_pattern);
     free(engine->wanted);
     free(engine->tensors);
@@ -255,6 +266,7 @@ int ms_engine_load_end(ms_engine *engine, FILE *stream, char *err, size_t errlen
 
 int ms_engine_start(ms_engine *engine, uint64_t budget_bytes, char *err, size_t errlen) {
     if (engine->store) return ms_fail(-EALREADY, err, errlen, "the engine is started already");
+    if (engine->heads && ms_heads_require_loaded(engine->heads, engine->wanted, err, errlen) < 0) return -EINVAL;
     struct ms_slots_options options = {.budget_bytes = budget_bytes, .verify = engine->verify, .wanted = engine->wanted, .policy = engine->policy, .timeline = &engine->timeline};
     int rc = engine->reader ? ms_slots_open(engine->source, engine->reader, engine->interleaving, options, &engine->store, err, errlen)
                             : ms_mapping_open(engine->source, engine->interleaving, engine->verify, &engine->store, err, errlen);
@@ -288,6 +300,9 @@ ms_stats ms_engine_stats(ms_engine *engine) {
     stats.router_ns = engine->counters.router_ns;
     stats.fused_blocks = engine->counters.fused_blocks;
     stats.ggml_blocks = engine->counters.ggml_blocks;
+    stats.dropped = engine->counters.dropped;
+    stats.heads_ns = engine->counters.heads_ns;
+    stats.heads_bytes = engine->counters.heads_bytes;
     pthread_mutex_unlock(&engine->mutex);
     const struct ms_prerouter_model *prerouter = &engine->prerouter;
     stats.replaced = ms_routing_replaced(engine->routing);
@@ -350,6 +365,9 @@ void ms_engine_add(struct ms_engine *engine, const struct ms_experts_counters *c
     sum->router_ns += counters->router_ns;
     sum->fused_blocks += counters->fused_blocks;
     sum->ggml_blocks += counters->ggml_blocks;
+    sum->dropped += counters->dropped;
+    sum->heads_ns += counters->heads_ns;
+    sum->heads_bytes += counters->heads_bytes;
     if (err[0]) {
         engine->error_code = -EIO;
         ms_fail(0, engine->error, sizeof engine->error, "%s", err);

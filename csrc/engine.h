@@ -32,6 +32,7 @@ struct ms_engine {
     char *norm_pattern;                          /* which tensors these are */
     struct ms_expert_tensor (*tensors)[MS_MAX_MATRICES + 2]; /* per layer: matrices, norm, router */
     struct ms_routing *routing;
+    struct ms_heads *heads; /* NULL: routing is not predicted */
     struct ms_prerouter_model prerouter;
     bool *wanted;  /* per layer: the loaded model has a tensor of it */
     bool loading;  /* buffers made now are for experts: address space, no memory */

@@ -24,6 +24,7 @@ struct ms_experts {
     ms_expert_lookup lookup, hook_lookup;
     struct ms_block *block;
     struct ms_prerouter *prerouter;
+    struct ms_head_states *heads;
     /* where this context is in its evaluation */
     int last_step;          /* the one computed last; see step_of */
     int last_experts_layer; /* the layer whose experts were computed last */
@@ -64,12 +65,13 @@ struct ms_experts *ms_experts_new(ms_expert_lookup lookup, ms_expert_lookup hook
     experts->hook_lookup = hook_lookup;
     experts->last_step = experts->last_experts_layer = INT_MAX;
     experts->prerouter = ms_prerouter_new();
+    experts->heads = ms_head_states_new();
     experts->cpu = ggml_backend_cpu_init();
     experts->n_threads = GGML_DEFAULT_N_THREADS;
     experts->block = ms_block_new();
     experts->graph_memory_bytes = ggml_tensor_overhead() * 8 + ggml_graph_overhead_custom(16, false);
     experts->graph_memory = malloc(experts->graph_memory_bytes);
-    if (experts->cpu && experts->block && experts->prerouter && experts->graph_memory && make_neuron_major(experts)) return experts;
+    if (experts->cpu && experts->block && experts->prerouter && experts->heads && experts->graph_memory && make_neuron_major(experts)) return experts;
     ms_experts_free(experts);
     return NULL;
 }
@@ -78,6 +80,7 @@ void ms_experts_free(struct ms_experts *experts) {
     if (!experts) return;
     ms_block_free(experts->block);
     ms_prerouter_free(experts->prerouter);
+    ms_head_states_free(experts->heads);
     if (experts->cpu) ggml_backend_free(experts->cpu);
     free(experts->wanted);
     free(experts->indices);
@@ -155,6 +158,15 @@ static void record(const struct ms_experts *experts, const struct ms_experts_mod
     ms_timeline_add(model->timeline, &event);
 }
 
+/* An evaluation begins: whose it is, and so what is known of it. Out of memory is as if nothing were. */
+static void enter_heads(struct ms_experts *experts, const struct ms_experts_model *model, int n_tokens) {
+    if (!model->heads) return;
+    if (!ms_head_states_enter(experts->heads, model->heads, n_tokens)) ms_head_states_enter(experts->heads, model->heads, -1);
+    bool known = ms_head_states_know_all(experts->heads);
+    ms_prerouter_settle(experts->prerouter, ms_heads_route(model->heads) && known ? model->heads : NULL);
+    if (!known) ms_prerouter_withdraw_advice(experts->prerouter, model->prerouter);
+}
+
 static void arrive(struct ms_experts *experts, const struct ms_experts_model *model, struct step step, int n_tokens) {
     bool new_batch = begins_batch(experts, step);
     if (new_batch) {
@@ -162,6 +174,7 @@ static void arrive(struct ms_experts *experts, const struct ms_experts_model *mo
         experts->batch_ns = ms_now_ns();
         experts->batch_wait_ns = 0;
         experts->state = NULL;
+        enter_heads(experts, model, n_tokens);
     }
     experts->n_tokens = n_tokens;
     experts->last_step = number_of(step);
@@ -295,6 +308,17 @@ static void tell_state(struct ms_experts *experts, const struct ms_experts_model
     if (model->prerouter->predictors) record(experts, model, MS_EVENT_PREDICT, step.layer, begin, ms_now_ns());
 }
 
+/* The router's product of a layer that heads predicted: nodes [begin, i) before it, and what was said in its place. It
+ * is computed itself only if there are rows of which nothing was said. */
+static enum ggml_status compute_predicted(struct ms_experts *experts, const struct ms_experts_model *model, struct ggml_cgraph *graph, int begin, int i, int layer, bool all,
+                                          int64_t *spent) {
+    struct ggml_tensor *logits = ggml_graph_node(graph, i);
+    int end = all ? i : i + 1;
+    enum ggml_status status = end > begin ? compute_nodes(experts, graph, begin, end, spent) : GGML_STATUS_SUCCESS;
+    if (status == GGML_STATUS_SUCCESS) ms_head_states_write(experts->heads, model->heads, layer, logits);
+    return status;
+}
+
 /* Nodes without an expert product: a router and what it chooses, the sum at the end of a layer, the norm before the next. */
 static enum ggml_status compute_others(struct ms_experts *experts, const struct ms_experts_model *model, struct ggml_cgraph *graph, int begin, int end,
                                        struct ms_experts_counters *counters) {
@@ -308,6 +332,13 @@ static enum ggml_status compute_others(struct ms_experts *experts, const struct 
         if (step.kind == STEP_ROUTER) {
             router = step;
             router_tokens = (int)ggml_graph_node(graph, i)->ne[1];
+        }
+        int predicted = step.kind == STEP_ROUTER && ms_heads_route(model->heads) ? ms_head_states_predicted(experts->heads, model->heads, step.layer, router_tokens) : 0;
+        if (predicted > 0) {
+            enum ggml_status status = compute_predicted(experts, model, graph, first, i, step.layer, predicted == router_tokens, &spent);
+            if (status != GGML_STATUS_SUCCESS) return status;
+            first = i + 1;
+            continue;
         }
         enum ms_scores scores;
         int layer = edits ? layer_of_order(experts, ggml_graph_node(graph, i), &scores) : -1;
@@ -551,14 +582,85 @@ struct choice {
     const struct ms_experts_model *model;
     int layer;
     const struct ggml_tensor *ids;
+    int missing; /* experts that it should have been by what heads said */
 };
 
+/* ------------------------------------------------------------ heads */
+
+#define MOST_ADVISED 48
+
+/* For measuring: the table's next token stands for what heads say. */
+static int replayed_next(const struct ms_experts_model *model, int layer, int32_t *next) {
+    int n_choices, n_experts = model->source->layers[layer].n_experts;
+    const int32_t *row = ms_routing_row(model->routing, layer, 1, &n_choices);
+    int n = n_choices < n_experts ? n_choices : n_experts;
+    memcpy(next, row, (size_t)n * sizeof *next);
+    return n;
+}
+
+/* The layer has chosen, and takes no more: what its next choice will be is asked for. */
+static void tell_next(struct choice *choice) {
+    const struct ms_experts_model *model = choice->model;
+    struct ms_experts *experts = choice->experts;
+    int used = ms_experts_used(model->source, choice->layer), n_experts = model->source->layers[choice->layer].n_experts;
+    if (!model->prerouter->predictors || ms_heads_predicting(model->heads, choice->layer) < 0) return;
+    if (!ms_heads_route(model->heads)) {
+        int32_t likely[MOST_ADVISED];
+        int n = used * 3 / 2 < n_experts ? used * 3 / 2 : n_experts;
+        if (choice->ids->ne[1] != 1) return;
+        n = ms_head_states_next(experts->heads, model->heads, model->prerouter->routers, choice->layer, n < MOST_ADVISED ? n : MOST_ADVISED, likely, MOST_ADVISED);
+        ms_prerouter_advise(experts->prerouter, model->prerouter, choice->layer, likely, n);
+        return;
+    }
+    int32_t next[n_experts];
+    float confidences[n_experts];
+    int n = ms_routing_replays(model->routing) ? replayed_next(model, choice->layer, next) : ms_head_states_next(experts->heads, model->heads, model->prerouter->routers, choice->layer, used, next, n_experts);
+    for (int i = 0; i < n; i++) confidences[i] = 1;
+    if (n) model->store->expect(model->store, choice->layer, next, confidences, n);
+}
+
+/* A product in these nodes that reads the state which enters a layer's experts; NULL: there is none. */
+static const struct ggml_tensor *product_of_state(const struct ms_experts *experts, const struct ms_experts_model *model, struct ggml_cgraph *graph, int begin, int end) {
+    for (int i = begin; i < end; i++) {
+        const struct ms_expert_tensor *tensor = expert_product(experts, ggml_graph_node(graph, i));
+        if (tensor && !strstr(model->source->layers[tensor->layer].matrices[tensor->matrix].name, "ffn_down_exps")) return ggml_graph_node(graph, i);
+    }
+    return NULL;
+}
+
+/* A layer's first products are about to be computed: was it routed as it should be? What its own head needs is taken down. */
+static bool begin_heads(struct ms_experts *experts, const struct ms_experts_model *model, struct ggml_cgraph *graph, int begin, int end, int layer, char *err, size_t errlen) {
+    const struct ggml_tensor *product = model->heads ? product_of_state(experts, model, graph, begin, end) : NULL;
+    if (!product) return true;
+    int block = model->source->layers[layer].block;
+    int predicted = ms_heads_route(model->heads) ? ms_head_states_predicted(experts->heads, model->heads, layer, (int)product->src[2]->ne[1]) : 0;
+    if (predicted && !(ms_head_states_written(experts->heads, layer) && ms_routers_rule_is_known(model->prerouter->routers, layer))) {
+        ms_fail(0, err, errlen, "block %d: this model does not choose in a way that heads could replace; load it with prerouter=\"advise\" or \"off\"", block);
+        return false;
+    }
+    return ms_head_states_begin(experts->heads, model->heads, block, layer, product->src[1], product->src[2], err, errlen);
+}
+
+static void share_heads(void *context) { ms_head_states_share(((const struct choice *)context)->experts->heads); }
+
+static void end_heads(const struct choice *choice, int n_threads, struct ms_experts_counters *counters) {
+    counters->dropped += (uint64_t)choice->missing;
+    ms_head_states_end(choice->experts->heads, n_threads, &counters->heads_ns, &counters->heads_bytes);
+}
+
+/* ------------------------------------------------------------ a whole layer */
+
 static void tell_choice(void *context) {
-    const struct choice *choice = context;
+    struct choice *choice = context;
     const struct ms_experts_model *model = choice->model;
     int64_t begin = ms_now_ns();
     ms_routers_learn(model->prerouter->routers, choice->layer, choice->ids, choice->experts->state);
     ms_prerouter_chosen(choice->experts->prerouter, model->prerouter, choice->layer, choice->ids);
+    if (model->heads) {
+        if (ms_heads_route(model->heads) && !ms_routing_replays(model->routing))
+            choice->missing = ms_head_states_missing(choice->experts->heads, model->heads, model->prerouter->routers, choice->layer, choice->ids);
+        tell_next(choice);
+    }
     if (model->prerouter->predictors) record(choice->experts, model, MS_EVENT_PREDICT, choice->layer, begin, ms_now_ns());
 }
 
@@ -566,13 +668,15 @@ static enum ggml_status compute_block(struct ms_experts *experts, const struct m
                                       struct ms_experts_counters *counters, struct ms_experts_zeros *zeros, char *err, size_t errlen) {
     struct ms_block_result result;
     struct choice choice = {.experts = experts, .model = model, .layer = nodes->layer, .ids = nodes->ids};
-    struct ms_block_meanwhile meanwhile = {.function = tell_choice, .context = &choice, .timeline = model->timeline, .batch = experts->batch};
+    struct ms_block_meanwhile meanwhile = {.function = tell_choice, .share = model->heads ? share_heads : NULL, .context = &choice, .timeline = model->timeline, .batch = experts->batch};
     int64_t begin = ms_now_ns();
     enum ggml_status status =
         ms_block_compute(experts->block, experts->cpu, experts->n_threads, model->source, model->store, model->products, nodes, experts->wanted, n, &meanwhile, &result, err, errlen);
     if (status != GGML_STATUS_SUCCESS) return status;
-    int64_t end_ns = ms_now_ns();
-    counters->compute_ns += end_ns - begin - result.wait_ns;
+    int64_t end_ns = ms_now_ns(), heads_ns = counters->heads_ns;
+    end_heads(&choice, experts->n_threads, counters);
+    counters->dropped += result.dropped;
+    counters->compute_ns += end_ns - begin - result.wait_ns - (counters->heads_ns - heads_ns);
     counters->wait_ns += result.wait_ns;
     experts->batch_wait_ns += result.wait_ns;
     record(experts, model, MS_EVENT_EXPERTS, nodes->layer, begin, end_ns);
@@ -594,15 +698,20 @@ static enum ggml_status compute_run(struct ms_experts *experts, const struct ms_
         return GGML_STATUS_FAILED;
     }
     if (n == 0) return compute_nodes(experts, graph, begin, end, &counters->compute_ns);
+    bool whole = uses_matrix(experts, graph, begin, end, 0);
+    if (!begin_heads(experts, model, graph, begin, end, l, err, errlen)) return GGML_STATUS_FAILED;
     struct ms_block_nodes nodes;
     if (is_block(experts, model, graph, begin, end, &nodes)) {
         counters->fused_blocks++;
         return compute_block(experts, model, graph, end, &nodes, n, counters, zeros, err, errlen);
     }
-    bool whole = uses_matrix(experts, graph, begin, end, 0);
     counters->ggml_blocks += whole;
     struct choice choice = {.experts = experts, .model = model, .layer = l, .ids = ggml_graph_node(graph, begin)->src[2]};
     if (whole) tell_choice(&choice);
+    if (model->heads) {
+        share_heads(&choice);
+        end_heads(&choice, 1, counters);
+    }
     return compute_run_lent(experts, model, graph, begin, end, l, n, counters, err, errlen);
 }
 

@@ -23,6 +23,8 @@
 #include "block.h"
 #include "ggml-backend.h"
 #include "ggml.h"
+#include "head_states.h"
+#include "heads.h"
 #include "prerouter.h"
 #include "product.h"
 #include "routing.h"
@@ -54,6 +56,7 @@ struct ms_experts_model {
     int first_layer, last_layer; /* of the loaded model: tokens are counted where they pass the first */
     struct ms_prerouter_model *prerouter;
     struct ms_routing *routing;
+    struct ms_heads *heads; /* NULL: there are none */
     struct ms_timeline *timeline; /* NULL: nothing is recorded */
 };
 
@@ -65,6 +68,9 @@ struct ms_experts_counters {
     int64_t router_ns;    /* nodes here that come before a layer's experts */
     int64_t wait_ns; /* without anything to compute; besides what the store counts */
     uint64_t fused_blocks, ggml_blocks; /* layers computed as one, or node by node */
+    uint64_t dropped;     /* experts that should have been run where heads route, and were not */
+    int64_t heads_ns;     /* threads' mean time on heads; in none of the above */
+    uint64_t heads_bytes; /* of their weights, read */
 };
 
 /* Of one layer, where the activation gives zeros; atomic. */

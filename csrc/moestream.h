@@ -10,8 +10,10 @@
  *                                  ms_router_pattern -> ms_engine_router_type,
  *                                  ms_norm_pattern -> ms_engine_norm_type }
  *     ms_engine_load_end
+ *     ms_engine_heads         before contexts are made, where routing is predicted
  *     ms_engine_start         gives the experts their memory
- *     llama_decode ...        computes; on failure ms_engine_take_error says why
+ *     ms_engine_decode_rows, llama_decode ...
+ *                             computes; on failure ms_engine_take_error says why
  *     ms_engine_close         after the model and its contexts are freed
  *
  * Ownership: what open returns is closed by its close; strings belong to the
@@ -134,6 +136,9 @@ typedef struct ms_stats {
     uint64_t guessed_bytes;
     uint64_t wasted_bytes;
     uint64_t replaced; /* choices that cache_aware changed */
+    uint64_t dropped;   /* experts that should have been run where heads route, and were not: 0 */
+    int64_t heads_ns;   /* computation spent on heads */
+    uint64_t heads_bytes; /* of their weights, read from memory for that */
     int64_t predict_ns; /* spent on predicting */
     int depth;          /* layers ahead that are guessed now, at most 7 */
     int verdict;        /* of the last trial of guessing: 1 it pays, -1 it does not, 0 there was none */
@@ -200,10 +205,58 @@ typedef struct ms_predictions {
     uint64_t absent_right[16]; /* of these, chosen */
 } ms_predictions;
 
-/* depth -1: the model's own router before attention; 0: lookahead at the same point; 1 to 7: so many layers before. */
+/* depth -1: the model's own router before attention; 0: lookahead at the same point; 1 to 7: so many layers before; 8:
+ * heads that advise, a token before. */
 ms_predictions ms_engine_predictions(ms_engine *engine, int depth);
 /* Loaded layers whose router is understood, after the first evaluation; *reads_state: all that are loaded choose before attention. */
 int ms_engine_layers_known(ms_engine *engine, bool *reads_state);
+
+/* ---------------------------------------------------------------- heads */
+
+enum ms_heads_mode {
+    MS_HEADS_ROUTE = 1,  /* what a head says is the choice: the router is not asked */
+    MS_HEADS_ADVISE = 2, /* it is read ahead, and the router chooses */
+};
+
+/* A trained head: of the state that enters the experts of layer `owner` and of the experts that this ran, the router
+ * logits of layer owner + 1 at the next token. Rows of weights, one behind the other; types are ggml's, of F32, F16, Q8_0
+ * and Q4_0. See heads.h for what is computed. */
+typedef struct ms_head {
+    int owner; /* transformer layer */
+    int type_linear, type_linear_onehot, type_fc1, type_fc1_onehot, type_fc2;
+    const void *linear_h;      /* [experts] rows of columns values */
+    const void *linear_onehot; /* [2 x experts] rows of experts values: of each expert at the token, then at the one before */
+    const void *fc1_h;         /* [width] rows of columns values */
+    const void *fc1_onehot;    /* [2 x experts] rows of width values */
+    const void *fc2;           /* [experts] rows of width values */
+} ms_head;
+
+/* What all heads of a model have in common. */
+typedef struct ms_head_shape {
+    int columns; /* of the state */
+    int experts; /* of a layer */
+    int width;
+} ms_head_shape;
+
+/* What is said of a row, added up. */
+enum ms_row_flags {
+    MS_ROW_OUTPUT = 1,    /* its logits are asked for */
+    MS_ROW_STEP = 2,      /* a step of decoding: the only row of its sequence, which is its own, and no part of a prompt */
+    MS_ROW_CONTINUES = 4, /* and its sequence is as the step before left it, in this context */
+};
+
+/* Gives the engine heads, which it copies. Once, before a context is made, with routers in the engine's buffer type.
+ * -EINVAL: they do not fit the model, or hold what is no number; -ENOMEM. */
+int ms_engine_heads(ms_engine *engine, const ms_head *heads, int n, int mode, ms_head_shape shape, char *err, size_t errlen);
+/* Before each decode, by the thread that decodes: the rows of the batch, in its order. Those that are no steps begin
+ * or go on with a prompt, for which routers choose, and the next step of their sequence is a first one: routers choose there
+ * too. A step that continues is chosen for by what the step before said. Without this, or where llama.cpp divides the batch,
+ * all are as in a prompt. n_rows 0 takes back what was said and not used. -ENOMEM. */
+int ms_engine_decode_rows(ms_engine *engine, int n_rows, const int32_t *sequences, const int32_t *positions, const uint8_t *flags);
+/* One head on one token: state[columns], the experts run at it and at the one before -> logits[experts]. -EINVAL, -ENOMEM. */
+int ms_head_logits(const ms_head *head, ms_head_shape shape, const float *state, const int32_t *now, int n_now, const int32_t *before, int n_before, float *logits, char *err, size_t errlen);
+
+/* ---------------------------------------------------------------- replay */
 
 /* Makes the model's routers follow a table [n_tokens][n_layers][n_choices], over and over: for measuring, where the
  * weights are random. Before the first token. recall[8]: how many of the true experts a lookahead finds, by depth, since

@@ -25,7 +25,7 @@ struct prediction {
 };
 
 struct layer {
-    struct prediction known, ahead[MS_DEPTHS]; /* of the token under way */
+    struct prediction known, ahead[MS_PREDICTIONS]; /* of the token under way; by heads, of the next once this one has chosen */
     int n_last;
     int32_t last[MOST_RANKS]; /* chosen by the token before */
 };
@@ -34,7 +34,8 @@ struct ms_prerouter {
     struct layer *layers; /* of the model's; NULL before the first */
     /* How often an expert of that rank was chosen; those that were in memory apart, for what is there was used before
      * and is chosen more often than what is not, whoever names it. */
-    float confidence[2][MS_DEPTHS][MOST_RANKS];
+    float confidence[2][MS_PREDICTIONS][MOST_RANKS];
+    const struct ms_heads *settled; /* by these; or NULL */
     bool *held; /* scratch: one an expert */
     int n_held;
     float *state; /* scratch of ms_router_state */
@@ -58,7 +59,7 @@ struct ms_prerouter *ms_prerouter_new(void) {
     prerouter->misses = 2 * LEAST_MISSES;
     prerouter->threshold = LEAST_CONFIDENCE + CONFIDENCE_OF_USE;
     for (int held = 0; held < 2; held++)
-        for (int d = 0; d < MS_DEPTHS; d++)
+        for (int d = 0; d < MS_PREDICTIONS; d++)
             for (int r = 0; r < MOST_RANKS; r++) prerouter->confidence[held][d][r] = FIRST_CONFIDENCE;
     return prerouter;
 }
@@ -246,11 +247,14 @@ static int following(const struct ms_prerouter_model *model, int layer) {
     return next;
 }
 
+static bool is_settled(const struct ms_prerouter *prerouter, int layer) { return ms_heads_predicting(prerouter->settled, layer) >= 0; }
+
 /* What is guessed of the layers after `layer`: of the next, and of the furthest, which was not guessed before; those
  * between were when they were the furthest. state: of one token, or NULL. */
 static void guess_following(struct ms_prerouter *prerouter, struct ms_prerouter_model *model, int layer, const float *state, enum ms_router_input reads) {
     for (int depth = 1, l = following(model, layer); depth <= prerouter->depth && l < model->source->n_layers; depth++, l = following(model, l)) {
         if (depth > 1 && depth < prerouter->depth && prerouter->layers[l].ahead[depth + 1].n) continue;
+        if (is_settled(prerouter, l)) continue;
         if (model->predictors & MS_PREDICT_RANDOM) guess_randomly(prerouter, model, l, depth);
         if (model->predictors & MS_PREDICT_REPEAT) repeat(prerouter, model, l, depth);
         if ((model->predictors & MS_PREDICT_LOOKAHEAD) && state && ms_routers_input(model->routers, l) == reads) look_ahead(prerouter, model, l, depth, state);
@@ -264,16 +268,19 @@ static bool was_predicted(const struct layer *layer) {
     return predicted;
 }
 
+void ms_prerouter_settle(struct ms_prerouter *prerouter, const struct ms_heads *heads) { prerouter->settled = heads; }
+
 void ms_prerouter_before_attention(struct ms_prerouter *prerouter, struct ms_prerouter_model *model, int layer, const struct ggml_tensor *state) {
     if (!predicts(prerouter, model) || state->ne[1] > MOST_TOKENS || state->type != GGML_TYPE_F32) return;
     struct layer *of = layer_of(prerouter, model, layer);
     if (!of) return;
+    bool settled = is_settled(prerouter, layer);
     int64_t begin = ms_now_ns();
     bool alone = state->ne[1] == 1 && guesses(prerouter, model);
     if (ms_routers_input(model->routers, layer) == MS_ROUTER_READS_STATE) {
-        if (model->predictors & MS_PREDICT_ROUTER) know(prerouter, model, layer, state, &of->known);
+        if ((model->predictors & MS_PREDICT_ROUTER) && !settled) know(prerouter, model, layer, state, &of->known);
         if (alone && (model->predictors & MS_PREDICT_LOOKAHEAD)) guess_following(prerouter, model, layer, state_of(state, 0), MS_ROUTER_READS_STATE);
-    } else if (alone && (model->predictors & MS_PREDICT_LOOKAHEAD) && !was_predicted(of)) {
+    } else if (alone && (model->predictors & MS_PREDICT_LOOKAHEAD) && !was_predicted(of) && !settled) {
         look_ahead(prerouter, model, layer, 0, state_of(state, 0));
     }
     __atomic_fetch_add(&model->predict_ns, ms_now_ns() - begin, __ATOMIC_RELAXED);
@@ -288,7 +295,7 @@ static void remember(struct ms_prerouter *prerouter, struct ms_prerouter_model *
             if (!ms_contains(chosen, n, ms_choice(ids, k, t))) chosen[n++] = ms_choice(ids, k, t);
     count(&model->known, &layer->known, chosen, n);
     layer->known.n = 0;
-    for (int d = 0; d < MS_DEPTHS; d++) {
+    for (int d = 0; d < MS_PREDICTIONS; d++) {
         count(&model->ahead[d], &layer->ahead[d], chosen, n);
         learn(prerouter, &layer->ahead[d], d, chosen, n);
         layer->ahead[d].n = 0;
@@ -306,6 +313,18 @@ void ms_prerouter_chosen(struct ms_prerouter *prerouter, struct ms_prerouter_mod
     if (ids->ne[1] == 1 && guesses(prerouter, model) && (by_norm || (model->predictors & (MS_PREDICT_REPEAT | MS_PREDICT_RANDOM))))
         guess_following(prerouter, model, layer, by_norm ? ms_router_state(ids, &prerouter->state) : NULL, MS_ROUTER_READS_NORM);
     __atomic_fetch_add(&model->predict_ns, ms_now_ns() - begin, __ATOMIC_RELAXED);
+}
+
+void ms_prerouter_advise(struct ms_prerouter *prerouter, struct ms_prerouter_model *model, int layer, const int32_t *experts, int n) {
+    if (!predicts(prerouter, model) || !layer_of(prerouter, model, layer)) return;
+    struct prediction *prediction = &prerouter->layers[layer].ahead[MS_BY_HEADS];
+    prediction->n = n < MOST_RANKS ? n : MOST_RANKS;
+    memcpy(prediction->experts, experts, (size_t)prediction->n * sizeof *experts);
+    if (prediction->n) tell_guess(prerouter, model, layer, MS_BY_HEADS);
+}
+
+void ms_prerouter_withdraw_advice(struct ms_prerouter *prerouter, const struct ms_prerouter_model *model) {
+    for (int l = 0; l < model->source->n_layers && prerouter->layers; l++) prerouter->layers[l].ahead[MS_BY_HEADS].n = 0;
 }
 
 /* From what the last token took: guesses are made so many layers ahead that an expert can be read in time. */

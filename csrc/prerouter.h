@@ -11,6 +11,7 @@
  *              and once more just before a layer's attention.
  *   repeat     what the token before chose in that layer
  *   oracle, random   from a replayed routing (routing.h), for measuring only
+ *   heads      what a trained head (heads.h) said a token before, where it advises
  *
  * A confidence is not what a router says but how often an expert of that rank
  * was indeed chosen, by layer and by how far ahead it was said; measured as
@@ -28,6 +29,7 @@
 #include <stdint.h>
 
 #include "ggml.h"
+#include "heads.h"
 #include "routers.h"
 #include "routing.h"
 #include "source.h"
@@ -42,6 +44,8 @@
 
 /* Predictions by how far ahead they were made: before the layer's own attention, and 1 to 7 layers before. */
 #define MS_DEPTHS 8
+#define MS_BY_HEADS MS_DEPTHS /* and by heads that advise, a token before */
+#define MS_PREDICTIONS (MS_DEPTHS + 1)
 #define MS_RANKS 16 /* counted apart; the last stands for all above */
 
 struct ms_prediction_counters {
@@ -64,7 +68,7 @@ struct ms_prerouter_model {
     bool automatic; /* guesses are on where a trial says that they pay */
     float recall[MS_DEPTHS]; /* of a lookahead that is made up from a replayed routing */
     /* counted by all contexts; atomic */
-    struct ms_prediction_counters known, ahead[MS_DEPTHS];
+    struct ms_prediction_counters known, ahead[MS_PREDICTIONS];
     int64_t predict_ns;
     int64_t trial_ns[2]; /* median token without and with, of the last trial; 0 before the first */
     int verdict;         /* of it: 0 none yet, 1 on, -1 off */
@@ -79,6 +83,12 @@ void ms_prerouter_free(struct ms_prerouter *prerouter);
 void ms_prerouter_before_attention(struct ms_prerouter *prerouter, struct ms_prerouter_model *model, int layer, const struct ggml_tensor *state);
 /* A layer has chosen (ids: I32 {choices, tokens}), and its experts are on their way. */
 void ms_prerouter_chosen(struct ms_prerouter *prerouter, struct ms_prerouter_model *model, int layer, const struct ggml_tensor *ids);
+/* The same layer has chosen for one token, and a head says what the next is likely to take, the surest first. */
+void ms_prerouter_advise(struct ms_prerouter *prerouter, struct ms_prerouter_model *model, int layer, const int32_t *experts, int n);
+/* What was advised is not about the evaluation that begins. */
+void ms_prerouter_withdraw_advice(struct ms_prerouter *prerouter, const struct ms_prerouter_model *model);
+/* For the evaluation that begins: the layers that these predict are chosen for already, so there is nothing to say of them; NULL: none. */
+void ms_prerouter_settle(struct ms_prerouter *prerouter, const struct ms_heads *heads);
 /* The last layer of a token is done: how long it took, and of that waiting. */
 void ms_prerouter_token(struct ms_prerouter *prerouter, struct ms_prerouter_model *model, int64_t duration_ns, int64_t wait_ns);
 

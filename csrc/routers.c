@@ -7,13 +7,17 @@
 #include <string.h>
 
 #include "ggml-cpu.h"
+#include "tensor.h"
 
 #define DEEPEST 24 /* nodes between a choice and its router */
+#define AS_GOOD 1e-5f /* share of a score: our exponential is not ggml's */
 
 enum gate { GATE_NONE, GATE_SOFTMAX, GATE_SIGMOID, GATE_SOFTPLUS_ROOT };
 
 struct router {
-    bool known;                        /* atomic: set last */
+    bool rule_known;                   /* how it chooses by logits; atomic: set after all that it needs */
+    int n_experts;
+    bool known;                        /* all; atomic: set last */
     enum ms_router_input input;
     const struct ggml_tensor *weight;  /* {columns, experts}; of the model, and there as long as it */
     const struct ggml_tensor *norm;    /* {columns}, or NULL */
@@ -134,10 +138,11 @@ static bool read_input(struct router *router, const struct ggml_tensor *input, c
 /* Returns the product with the router's weight; NULL: the router is not understood. */
 static const struct ggml_tensor *read_router(struct router *router, const struct ggml_tensor *ids, const struct ggml_tensor *state) {
     const struct ggml_tensor *order = order_of(ids), *product = order ? read_scores(router, order->src[0]) : NULL;
-    if (!product || product->src[0]->op != GGML_OP_NONE || !product->src[0]->data) return NULL;
+    if (!product || order->src[0]->ne[0] != product->src[0]->ne[1]) return NULL; /* an order of groups */
+    router->n_experts = (int)order->src[0]->ne[0];
+    if (product->src[0]->op != GGML_OP_NONE || !product->src[0]->data) return NULL;
     if (ggml_is_quantized(product->src[0]->type)) return NULL; /* llama.cpp may have interleaved its rows */
     router->weight = product->src[0];
-    if (order->src[0]->ne[0] != router->weight->ne[1]) return NULL; /* an order of groups */
     return read_input(router, product->src[1], state) ? product : NULL;
 }
 
@@ -145,14 +150,25 @@ void ms_routers_learn(struct ms_routers *routers, int layer, const struct ggml_t
     struct router *router = &routers->routers[layer];
     if (__atomic_load_n(&router->known, __ATOMIC_ACQUIRE)) return;
     struct router found = {0};
-    if (!read_router(&found, ids, state)) return;
+    bool whole = read_router(&found, ids, state) != NULL;
+    if (found.n_experts == 0) return;
     pthread_mutex_lock(&routers->mutex);
-    if (!router->known) {
+    if (!router->rule_known) {
         *router = found;
+        __atomic_store_n(&router->rule_known, true, __ATOMIC_RELEASE);
+    }
+    if (whole && !router->known) {
+        router->input = found.input;
+        router->weight = found.weight;
+        router->norm = found.norm;
+        router->centred = found.centred;
+        router->epsilon = found.epsilon;
         __atomic_store_n(&router->known, true, __ATOMIC_RELEASE);
     }
     pthread_mutex_unlock(&routers->mutex);
 }
+
+bool ms_routers_rule_is_known(const struct ms_routers *routers, int layer) { return __atomic_load_n(&routers->routers[layer].rule_known, __ATOMIC_ACQUIRE); }
 
 enum ms_router_input ms_routers_input(const struct ms_routers *routers, int layer) {
     const struct router *router = &routers->routers[layer];
@@ -313,6 +329,12 @@ static int largest(const float *scores, int n_scores, int n, int32_t *out) {
     return found;
 }
 
+static int choose_by(const struct router *router, float *scores, int n, int32_t *experts, struct ms_router_scratch *scratch) {
+    gate(router, scores, router->n_experts);
+    if (router->n_groups > 1) mask_groups(router, scores, router->n_experts, scratch->groups);
+    return largest(scores, router->n_experts, n, experts);
+}
+
 int ms_routers_choose(struct ms_routers *routers, int layer, const float *state, bool exact, int n, int32_t *experts, struct ms_router_scratch *scratch) {
     struct router *router = &routers->routers[layer];
     if (!__atomic_load_n(&router->known, __ATOMIC_ACQUIRE)) return 0;
@@ -327,7 +349,26 @@ int ms_routers_choose(struct ms_routers *routers, int layer, const float *state,
         if (router->norm) normalise(router, state, weight->ne[0], scratch->normed);
         multiply(router->folded_type, rows, ggml_row_size(router->folded_type, weight->ne[0]), weight->ne[0], n_experts, router->norm ? scratch->normed : state, scratch);
     }
-    gate(router, scratch->scores, n_experts);
-    if (router->n_groups > 1) mask_groups(router, scratch->scores, n_experts, scratch->groups);
-    return largest(scratch->scores, n_experts, n, experts);
+    return choose_by(router, scratch->scores, n, experts, scratch);
+}
+
+int ms_routers_choose_by(struct ms_routers *routers, int layer, float *logits, int n, int32_t *experts, struct ms_router_scratch *scratch) {
+    const struct router *router = &routers->routers[layer];
+    if (!ms_routers_rule_is_known(routers, layer) || !ms_router_scratch_make(scratch, 1, router->n_experts)) return 0;
+    return choose_by(router, logits, n, experts, scratch);
+}
+
+int ms_routers_missing(struct ms_routers *routers, int layer, float *logits, const int32_t *chosen, int n) {
+    const struct router *router = &routers->routers[layer];
+    if (!ms_routers_rule_is_known(routers, layer)) return 0;
+    gate(router, logits, router->n_experts);
+    int missing = 0, each = router->n_groups > 1 ? router->n_experts / router->n_groups : router->n_experts;
+    float least = INFINITY;
+    for (int i = 0; i < n; i++) least = fminf(least, logits[chosen[i]]);
+    for (int e = 0; e < router->n_experts; e++) {
+        bool in_use = false; /* its group: which groups are best is not judged */
+        for (int i = 0; i < n; i++) in_use = in_use || chosen[i] / each == e / each;
+        missing += in_use && logits[e] > least + AS_GOOD * fabsf(least) && !ms_contains(chosen, n, e);
+    }
+    return missing;
 }

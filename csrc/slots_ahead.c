@@ -233,6 +233,13 @@ static bool begin_guess(struct slots *pool, const struct ms_guess *guess, struct
     return true;
 }
 
+/* How much may be in flight for the next of a guess to be asked for. What is known of the next evaluation is in no hurry, and
+ * this one may have demands yet. */
+static size_t most_in_flight(const struct slots *pool, const struct ms_guess *guess) {
+    bool soon = guess->due < (pool->batch + 1) * (uint64_t)pool->source->n_layers;
+    return guess->confidence >= 1 && soon ? CERTAIN_BYTES : GUESSED_BYTES;
+}
+
 /* Reads the first of what is expected, as much as may be in flight. Called whenever a read has ended, room was left, or
  * something is expected. Mutex held on entry and exit. */
 void ms_slots_read_expected(struct slots *pool) {
@@ -246,7 +253,7 @@ void ms_slots_read_expected(struct slots *pool) {
             ask_piece(pool, partial, &reads);
             continue;
         }
-        if (!guess || pool->in_flight_bytes >= (certain ? CERTAIN_BYTES : GUESSED_BYTES)) break;
+        if (!guess || pool->in_flight_bytes >= most_in_flight(pool, guess)) break;
         if (!certain && !partial_of(pool, NULL)) break; /* one of those under way has to end first */
         if (!begin_guess(pool, guess, &reads) && certain && pool->layers[guess->layer].slot_of[guess->expert] < 0) break; /* there will be room when this layer is done */
         ms_guesses_drop_first(pool->guesses);

@@ -34,7 +34,7 @@ void ms_slots_use(struct class *class, struct slot *slot) {
     ms_slots_set_cool(class, slot, false);
     ms_reuse_used(&pool->reuse, pool->batch - slot->last_batch);
     slot->last_batch = pool->batch;
-    slot->due = 0;
+    if (slot->due <= pool->position) slot->due = 0; /* else it is for the next evaluation, too */
 }
 
 /* What was asked for ahead is wanted now. */
@@ -91,6 +91,11 @@ static bool may_evict_unexpected(void *class, int slot) {
     return may_evict(class, slot) && candidate->due < candidate->pool->position;
 }
 
+static bool may_evict_until_next(void *class, int slot) {
+    const struct slots *pool = ((struct class *)class)->pool;
+    return may_evict(class, slot) && ((struct class *)class)->slots[slot].due >= (pool->batch + 1) * (uint64_t)pool->source->n_layers;
+}
+
 struct trade {
     struct class *class;
     double most_probable; /* use of what is given up */
@@ -116,6 +121,7 @@ static int victim(struct class *class, enum ms_room room, float confidence) {
         return policy->victim(policy, may_evict_for_guess, &trade);
     }
     int s = policy->victim(policy, may_evict_unexpected, class);
+    if (s < 0 && room != MS_ROOM_GUESS) s = policy->victim(policy, may_evict_until_next, class); /* rather than what this evaluation still wants */
     return s < 0 && room != MS_ROOM_GUESS ? policy->victim(policy, may_evict, class) : s;
 }
 

@@ -144,6 +144,20 @@ def test_no_more_than_some_of_what_is_known_is_in_flight(folder: Path, reader: P
         assert experts_read(store, reader) == [(1, expert) for expert in range(6)]
 
 
+def test_of_what_is_known_of_the_next_batch_little_is_in_flight(folder: Path, reader: PythonReader) -> None:
+    """This batch may have demands yet, which would wait for it."""
+    with pool(make(folder, **LARGE), reader) as store:
+        reader.hold()
+        store.enter(1)
+        store.expect(1, dict.fromkeys(range(6), 1.0))
+        assert sizes(reader) == [[MIB] * 3], "one expert, whole"
+        reader.step(2)
+        assert len(reader.batches) == 1
+        reader.step()
+        reader.wait_for_pending(3)
+        assert sizes(reader) == [[MIB] * 3] * 2
+
+
 def test_only_what_is_not_there_is_read(folder: Path, reader: PythonReader) -> None:
     with pool(make(folder), reader) as store:
         use(store, 2, 5)
@@ -389,6 +403,34 @@ def test_where_all_are_expected_a_demand_takes_one_yet(folder: Path, reader: Pyt
         assert len(reader.batches) == before
         use(store, 1, 0)
         assert len(store.holds(2)) == 7
+
+
+def test_what_the_next_batch_wants_is_kept_where_this_one_uses_it(folder: Path, reader: PythonReader) -> None:
+    with pool(make(folder), reader, 8, policy="lru") as store:
+        store.enter(1)
+        store.expect(1, {5: 1.0})  # its layer is computing: it is for the next batch
+        reader.wait_until_idle()
+        use(store, 1, 5)
+        use(store, 0, *range(7))
+        use(store, 0, 7)
+        assert store.holds(1) == [5] and store.holds(0) == list(range(1, 8))
+        store.enter(0, new_batch=True)
+        store.enter(1)
+        use(store, 1, 5)
+        store.enter(2)
+        use(store, 2, *range(8))
+        assert store.holds(1) == [], "that batch was it"
+
+
+def test_a_demand_takes_what_the_next_batch_wants_before_what_this_one_does(folder: Path, reader: PythonReader) -> None:
+    with pool(make(folder), reader, 8, policy="lru") as store:
+        use(store, 2, *range(4))  # longest ago
+        use(store, 1, *range(4))
+        store.enter(1)
+        store.expect(1, dict.fromkeys(range(4), 1.0))
+        store.expect(2, dict.fromkeys(range(4), 1.0))
+        use(store, 3, 0)
+        assert store.holds(2) == [0, 1, 2, 3] and store.holds(1) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("confidence", [0.9, 1.0], ids=["guessed", "known"])

@@ -17,6 +17,7 @@ from .errors import (
     OutputError,
     SidecarError,
     TraceError,
+    TrainingError,
 )
 from .layout import Conversion, ConversionPlan, ExportResult, VerifyReport, convert, export, verify
 from .llama import Llama
@@ -74,6 +75,7 @@ __all__ = [
     "Timeline",
     "TimelineSummary",
     "TraceError",
+    "TrainingError",
     "VerifyReport",
     "__version__",
     "cached_probe",

@@ -17,10 +17,12 @@ import psutil
 
 from . import _openmp
 from ._native import MESSAGE_BYTES, check, ffi, lib, text
+from ._sequences import Sequences
 from .errors import CacheTooSmallError, ExpertReadError, ModelError, MoestreamError, OptionError
 from .memory import available_bytes, format_size
 from .model import ModelDescription, describe_source
 from .options import ExpertStreaming
+from .sidecar import Sidecar
 from .stats import ExpertStats, Predictions
 from .timeline import EVENT
 from .trace import RoutingTrace
@@ -29,10 +31,11 @@ __all__ = ["MARGIN", "Engine", "auto_cache_bytes"]
 
 logger = logging.getLogger("moestream")
 
+_PREROUTERS = {"route": 1, "advise": 2}
 _KERNELS = {"auto": 0, "plain": 1, "interleaved": 2}
 _COMPUTE = {"exact": 0, "fast": 1, "ggml": 2}
 _PREDICTORS = {"router": 1, "lookahead": 2, "repeat": 4, "oracle": 8, "random": 16}
-_DEPTHS = {-1: "router", 0: "lookahead, before attention", 1: "1 layer ahead", **{n: f"{n} layers ahead" for n in range(2, 8)}}
+_DEPTHS = {-1: "router", 0: "lookahead, before attention", 1: "1 layer ahead", **{n: f"{n} layers ahead" for n in range(2, 8)}, 8: "heads"}
 MARGIN = 0.10  # of the memory left, never taken
 
 
@@ -49,14 +52,14 @@ def auto_cache_bytes(*, available: int, untouched: int, maximum: int) -> int:
 
 
 class Engine:
-    """Streams the experts of the model at ``path``.
+    """Streams the experts of the model at ``path``; its heads, if any are asked for, are those of ``sidecar``.
 
     Raises:
         ModelError: the file cannot be streamed.
         OptionError: an option is impossible for this file or machine.
     """
 
-    def __init__(self, path: str, options: ExpertStreaming, *, experts_used: int = 0) -> None:
+    def __init__(self, path: str, options: ExpertStreaming, *, experts_used: int = 0, sidecar: Sidecar | None = None) -> None:
         self._engine: Any = None
         self._recording = 0  # events that there is room for
         self.options = options
@@ -88,6 +91,13 @@ class Engine:
         self._require_editable()
         if options.replay is not None:
             self._replay(RoutingTrace.read(options.replay))
+        self.predicts = options.prerouter != "off"
+        if self.predicts:
+            try:
+                self._take_heads(sidecar)
+            except MoestreamError:
+                self.close()
+                raise
 
     def _require_editable(self) -> None:
         """Refuses what changes the choice of experts, where routers are computed out of reach."""
@@ -114,6 +124,32 @@ class Engine:
             self.close()
             raise
         self._notes.append(f"replay: the routers follow {replay} ({trace.synthetic or 'recorded from ' + trace.model}), not the model: what it writes has no meaning")
+
+    def _take_heads(self, sidecar: Sidecar | None) -> None:
+        prerouter = self.options.prerouter
+        if sidecar is None or sidecar.heads is None:
+            raise OptionError(f"prerouter={prerouter!r}: {self.options.sidecar} holds no heads; leave it out, or take a sidecar that does")
+        heads = sidecar.heads
+        native, kept = ffi.new("ms_head[]", len(heads.heads)), []
+        for to, head in zip(native, heads.heads, strict=True):
+            to.owner = head.owner
+            for part in ("linear_h", "linear_onehot", "fc1_h", "fc1_onehot", "fc2"):
+                matrix = getattr(head, part)
+                setattr(to, "type_" + part.removesuffix("_h"), matrix.type)
+                kept.append(ffi.from_buffer(matrix.data))
+                setattr(to, part, kept[-1])
+        try:
+            shape = {"columns": heads.columns, "experts": heads.experts, "width": heads.width}
+            check(lib.ms_engine_heads, self._engine, native, len(heads.heads), _PREROUTERS[prerouter], shape, error=OptionError)
+        except OptionError as error:
+            raise OptionError(f"prerouter={prerouter!r}: the heads of {sidecar.path} do not fit {self.description.path}: {error}") from None
+        what = "choose the experts of" if prerouter == "route" else "say ahead what is chosen in"
+        layers = len(heads.heads)
+        self._notes.append(f"prerouter: heads {what} {layers} layer{'s' * (layers > 1)}, from {heads.owners[0] + 1} to {heads.owners[-1] + 1}, and take {format_size(heads.size_bytes)} of memory")
+
+    def sequences(self) -> Sequences | None:
+        """For a context that decodes; None where no routing is predicted."""
+        return Sequences(self._open) if self.predicts else None
 
     @property
     def _open(self) -> Any:
@@ -310,7 +346,7 @@ class Engine:
             compute_s=s.compute_ns / 1e9,
             attention_s=s.attention_ns / 1e9,
             router_s=s.router_ns / 1e9,
-            other_s=max(0, self._decode_ns - s.wait_ns - s.compute_ns - s.attention_ns - s.router_ns) / 1e9,
+            other_s=max(0, self._decode_ns - s.wait_ns - s.compute_ns - s.attention_ns - s.router_ns - s.heads_ns) / 1e9,
             convert_s=s.convert_ns / 1e9,
             guessed=s.guessed,
             useful=s.useful,
@@ -320,6 +356,9 @@ class Engine:
             wasted_bytes=s.wasted_bytes,
             replaced=s.replaced,
             predict_s=s.predict_ns / 1e9,
+            dropped=s.dropped,
+            heads_s=s.heads_ns / 1e9,
+            heads_bytes=s.heads_bytes,
             predictions=self._predictions(),
             fused_blocks=s.fused_blocks,
             ggml_blocks=s.ggml_blocks,
@@ -345,6 +384,7 @@ class Engine:
         stats, settings = self.stats(), {}
         for field in fields(self.options):
             value = getattr(stats, field.name, getattr(self.options, field.name))
+            value = os.fspath(value) if isinstance(value, os.PathLike) else value
             if isinstance(value, (str, bool)) or value != field.default:
                 settings[field.name] = value
         return {**settings, "cache": stats.cache_bytes}

@@ -57,17 +57,21 @@ class Evaluation:
     def __init__(self, llm: llama_cpp.Llama, ctx: Any, batch: llama_cpp.llama_batch) -> None:
         self._ctx, self._batch, self.n_vocab = ctx, batch, llm.n_vocab()
         self._engine = getattr(llm, "_engine", None)
+        self._sequences = self._engine.sequences() if self._engine is not None else None
 
     def decode(self, tokens: Sequence[int] | npt.NDArray[np.int32], position: int) -> None:
         """Evaluates at most `tokens_at_once` tokens from a position on; position 0 begins a new text.
 
-        All tokens' logits are asked for, because llama.cpp leaves the others out of the last layer.
+        All tokens' logits are asked for, because llama.cpp leaves the others out of the last layer. Where heads route the
+        model they do so here too, if the tokens come one by one.
 
         Raises:
             ExpertReadError: Experts could not be read.
         """
         if position == 0:
             llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._ctx), True)
+            if self._sequences is not None:
+                self._sequences.forget()
         batch = self._batch
         batch.n_tokens = len(tokens)
         for i, token in enumerate(tokens):
@@ -76,7 +80,11 @@ class Evaluation:
             batch.n_seq_id[i] = 1
             batch.seq_id[i][0] = 0
             batch.logits[i] = True
-        with self._engine.failures() if self._engine is not None else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if self._engine is not None:
+                stack.enter_context(self._engine.failures())
+            if self._sequences is not None:
+                stack.enter_context(self._sequences.announced(batch))
             if code := llama_cpp.llama_decode(self._ctx, batch):
                 raise RuntimeError(f"llama_decode failed with {code} while a text was evaluated")
 

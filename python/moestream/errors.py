@@ -8,6 +8,7 @@
     ├── TraceError (ValueError)       a file that is no routing trace, or a damaged one
     ├── SidecarError (ValueError)     heads or a LoRA that are damaged, incomplete, or of another model
     ├── ConverterError (RuntimeError) llama.cpp's converter is not there, or failed
+    ├── TrainingError (ValueError)    data, weights or a checkpoint that training cannot use
     ├── MeasurementError (RuntimeError) something that cannot be measured here
     └── ExpertReadError (OSError)     experts could not be read while computing
 
@@ -25,6 +26,7 @@ __all__ = [
     "TraceError",
     "SidecarError",
     "ConverterError",
+    "TrainingError",
     "MeasurementError",
     "ExpertReadError",
 ]
@@ -60,6 +62,10 @@ class SidecarError(MoestreamError, ValueError):
 
 class ConverterError(MoestreamError, RuntimeError):
     """llama.cpp's converter of Hugging Face models cannot be run, or failed on one."""
+
+
+class TrainingError(MoestreamError, ValueError):
+    """Captured data, weights or a checkpoint that training cannot use, and what to do instead."""
 
 
 class MeasurementError(MoestreamError, RuntimeError):

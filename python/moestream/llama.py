@@ -25,6 +25,7 @@ from . import _hub, _threads, timeline
 from ._engine import Engine
 from ._evaluation import apply_adapters
 from ._native import lib, text
+from ._sequences import Sequences
 from .errors import ExpertReadError, ModelError, OptionError
 from .memory import private_bytes
 from .model import ModelDescription, describe
@@ -171,6 +172,7 @@ class _StreamedContext(stock_internals.LlamaContext):
     ) -> None:
         self._engine = engine
         self.threads: _threads.DecodeThreads | None = None
+        self.sequences = engine.sequences()
         super().__init__(model=model, params=params, verbose=verbose)
         if choose_threads:
             self.threads = self._chosen_threads()
@@ -197,8 +199,36 @@ class _StreamedContext(stock_internals.LlamaContext):
 
     def decode(self, batch: stock_internals.LlamaBatch) -> None:
         one = self.threads is not None and batch.n_tokens() == 1
-        with self._engine.decoding(), self.threads.token() if one else contextlib.nullcontext():
+        announced = contextlib.nullcontext() if self.sequences is None else self.sequences.announced(batch.batch)
+        with self._engine.decoding(), announced, self.threads.token() if one else contextlib.nullcontext():
             super().decode(batch)
+
+    # What changes sequences between two steps of theirs.
+
+    def kv_cache_clear(self) -> None:
+        if self.sequences is not None:
+            self.sequences.forget()
+        super().kv_cache_clear()
+
+    def kv_cache_seq_rm(self, seq_id: int, p0: int, p1: int) -> bool:
+        if self.sequences is not None:
+            self.sequences.cut(max(seq_id, 0), p0, p1)
+        return super().kv_cache_seq_rm(seq_id, p0, p1)
+
+    def kv_cache_seq_cp(self, seq_id_src: int, seq_id_dst: int, p0: int, p1: int) -> None:
+        if self.sequences is not None:
+            self.sequences.forget(seq_id_dst)
+        super().kv_cache_seq_cp(seq_id_src, seq_id_dst, p0, p1)
+
+    def kv_cache_seq_keep(self, seq_id: int) -> None:
+        if self.sequences is not None:
+            self.sequences.keep(seq_id)
+        super().kv_cache_seq_keep(seq_id)
+
+    def kv_cache_seq_shift(self, seq_id: int, p0: int, p1: int, shift: int) -> None:
+        if self.sequences is not None:
+            self.sequences.forget(seq_id)
+        super().kv_cache_seq_shift(seq_id, p0, p1, shift)
 
     def encode(self, batch: stock_internals.LlamaBatch) -> None:
         with self._engine.decoding():
@@ -289,6 +319,25 @@ def _adapters(lora_path: LoraPath | Sequence[LoraPath | tuple[LoraPath, float]] 
     return adapters
 
 
+def _with_sidecar(
+    model_path: str, options: ExpertStreaming, prerouter: str | os.PathLike[str] | None, *, force: bool
+) -> tuple[ExpertStreaming, Sidecar | None]:
+    """The sidecar that the options or ``prerouter`` name, and the options: heads that the latter has route.
+
+    Raises:
+        OptionError: the two name different ones.
+        SidecarError: it is none, or for another model.
+    """
+    if prerouter is None:
+        return options, None if options.sidecar is None else sidecar_for(model_path, options.sidecar, force=force)
+    if options.sidecar is not None and os.fspath(options.sidecar) != os.fspath(prerouter):
+        raise OptionError(f"prerouter={os.fspath(prerouter)!r} contradicts expert_streaming, whose sidecar is {os.fspath(options.sidecar)!r}: leave out one of them")
+    if options.prerouter == "advise":
+        raise OptionError(f"prerouter={os.fspath(prerouter)!r} routes, and expert_streaming has prerouter='advise': leave out one of them")
+    sidecar = sidecar_for(model_path, prerouter, force=force)
+    return replace(options, sidecar=prerouter, prerouter="off" if sidecar.heads is None else "route"), sidecar
+
+
 def _refuse_unknown(keywords: Iterable[str], known: Container[str]) -> None:
     for name in keywords:
         if name not in known:
@@ -310,9 +359,11 @@ class Llama(llama_cpp.Llama):
         lora_path: A LoRA adapter (GGUF), or a list of adapters and of (adapter,
             scale). They are never merged: y = W x + scale (alpha / rank) B A x
             for each. ``lora_scale`` is the scale of those that have none.
-        prerouter: A sidecar of trained heads, a LoRA, or both, for this model;
-            see docs/sidecar.md. Its LoRA is applied as those of ``lora_path``
-            are. Needs ``expert_streaming``.
+        prerouter: A sidecar of trained heads, a LoRA, or both, made for this
+            model (docs/sidecar.md): short for ``ExpertStreaming(sidecar=...,
+            prerouter="route")``. Heads route decode and change its results; the
+            LoRA is applied as those of ``lora_path`` are. Needs
+            ``expert_streaming``.
         force: Take a sidecar that was made for another model, if it fits.
         load_progress: Called with the share of the model loaded, 0.0 to 1.0.
         **kwargs: Everything else as in :class:`llama_cpp.Llama`. With streaming,
@@ -346,6 +397,7 @@ class Llama(llama_cpp.Llama):
         self._expert_streaming = expert_streaming
         self._threads_given = True
         self._evaluated: list[int] | None = None  # tokens since the timeline is recorded
+        self._prompt_follows = False  # the next token evaluated is a prompt's, though it may be alone
         self._stack = contextlib.ExitStack()
         self._sampler = None
         _refuse_unknown(kwargs, _STOCK_PARAMETERS)
@@ -376,14 +428,14 @@ class Llama(llama_cpp.Llama):
         if kwargs.get("use_mlock"):
             raise OptionError("use_mlock=True would lock the whole model in memory, which streaming exists to avoid; leave it out")
         options = ExpertStreaming() if expert_streaming is True else expert_streaming
+        model_path = os.fspath(model_path)
+        options, sidecar = _with_sidecar(model_path, options, prerouter, force=force)
         self._threads_given = bool(kwargs.get("n_threads"))
         if not self._threads_given:
             kwargs["n_threads"] = _threads.default_threads()
-        model_path = os.fspath(model_path)
-        sidecar = None if prerouter is None else sidecar_for(model_path, prerouter, force=force)
         before = private_bytes()
         experts_used, kwargs["kv_overrides"] = _experts_used(model_path, options.experts_used, kwargs.get("kv_overrides"))
-        self._engine = Engine(model_path, options, experts_used=experts_used)
+        self._engine = Engine(model_path, options, experts_used=experts_used, sidecar=sidecar)
         try:
             self._engine.require_memory()
             for note in self._engine.stats().notes:
@@ -476,6 +528,10 @@ class Llama(llama_cpp.Llama):
         """
         if self._engine is not None:
             self._engine.require_open()
+        sequences = self._sequences()
+        if sequences is not None and tokens:
+            sequences.prompt = len(tokens) > 1 or self._prompt_follows
+            self._prompt_follows = False
         try:
             super().eval(tokens)
         except ExpertReadError:
@@ -486,6 +542,29 @@ class Llama(llama_cpp.Llama):
             raise
         if self._evaluated is not None:
             self._evaluated += tokens
+
+    def _sequences(self) -> Sequences | None:
+        """Of the context; None where no routing is predicted."""
+        return self._ctx.sequences if self._engine is not None else None
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As :meth:`llama_cpp.Llama.generate`. With predicted routing the prompt begins anew, also where it is kept from before."""
+        if (sequences := self._sequences()) is not None:
+            sequences.forget(0)
+            self._prompt_follows = True
+        return (yield from super().generate(*args, **kwargs))
+
+    def reset(self) -> None:
+        """As :meth:`llama_cpp.Llama.reset`."""
+        if (sequences := self._sequences()) is not None:
+            sequences.forget(0)
+        super().reset()
+
+    def load_state(self, state: llama_cpp.LlamaState) -> None:
+        """As :meth:`llama_cpp.Llama.load_state`. What heads said is no part of a state: the next token is routed as the first after a prompt."""
+        if (sequences := self._sequences()) is not None:
+            sequences.forget()
+        super().load_state(state)
 
     def expert_stats(self) -> ExpertStats:
         """What streaming did so far.

@@ -17,6 +17,7 @@ Reader = Literal["auto", "uring", "pread", "mmap"]
 Prefetch = Literal["auto", "off", "router", "lookahead", "router+lookahead", "repeat", "oracle", "random"]
 _OF_REPLAYS = ("oracle", "random")
 Policy = Literal["lru", "lfu", "lrfu"]
+Prerouter = Literal["off", "route", "advise"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +68,13 @@ class ExpertStreaming:
         replay_recall: With ``replay``, how many of the true experts a lookahead finds
             (there is no state to look at): just before a layer's attention, one layer
             before, two, up to seven; the last stands for those that are missing.
+        prerouter: What the trained heads of ``sidecar`` are for. ``"route"`` **changes results**: in
+            decode a head chooses the experts of the next token's layers, which are read while this
+            token is still computed; the model's routers choose in prompts, in the first step after
+            one, and in layers without a head. ``"advise"``: what heads say is read ahead, the
+            routers choose, and results are as without. ``"off"``: heads are not loaded. With
+            ``prefetch="off"`` heads that route are not read ahead for.
+        sidecar: The file with the heads, made for this model.
         verify: Check every expert that is read, at the cost of looking at each
             byte: its checksum in a laid file, else its weights (NaN or infinite
             scales).
@@ -91,6 +99,8 @@ class ExpertStreaming:
     replay: str | os.PathLike[str] | None = None
     replay_recall: tuple[float, ...] = (0.0,)
     policy: Policy = "lrfu"
+    prerouter: Prerouter = "off"
+    sidecar: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         if self.experts_used is not None and (type(self.experts_used) is not int or self.experts_used < 1):
@@ -100,7 +110,7 @@ class ExpertStreaming:
                 parse_size(self.cache)
             except OptionError as error:
                 raise OptionError(f"cache={self.cache!r}: {error}; or 'auto'") from None
-        for name, kinds in (("kernels", Kernels), ("compute", Compute), ("reader", Reader), ("policy", Policy), ("prefetch", Prefetch)):
+        for name, kinds in (("kernels", Kernels), ("compute", Compute), ("reader", Reader), ("policy", Policy), ("prefetch", Prefetch), ("prerouter", Prerouter)):
             known = get_args(kinds)
             if getattr(self, name) not in known:
                 raise OptionError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(map(repr, known))}")
@@ -114,6 +124,15 @@ class ExpertStreaming:
             raise OptionError(f"prefetch={self.prefetch!r} is for measuring with a recorded routing; give replay= as well, or use 'auto'")
         if self.replay is not None and self.cache_aware:
             raise OptionError("replay= fixes the choice of experts, so cache_aware= would have no effect; leave one of them out")
+        if self.prerouter != "off" and self.sidecar is None:
+            raise OptionError(f"prerouter={self.prerouter!r} is what heads are for, and there are none; give sidecar= as well")
+        if self.prerouter == "route" and self.cache_aware:
+            raise OptionError("prerouter='route' fixes the choice of experts a token before, so cache_aware= would replace what was read for it; leave one of them out")
+        if self.prerouter == "advise" and self.replay is not None:
+            raise OptionError("replay= fixes the choice of experts, of which heads that advise know nothing; leave out prerouter=, or measure with prerouter='route'")
+        if self.prerouter == "advise" and (self.prefetch == "off" or self.reader == "mmap"):
+            named = "reader='mmap'" if self.reader == "mmap" else "prefetch='off'"
+            raise OptionError(f"{named} reads nothing ahead, so prerouter='advise' would have no effect; leave one of them out")
         if not 1 <= len(self.replay_recall) <= 8 or not all(0 <= share <= 1 for share in self.replay_recall):
             raise OptionError(f"replay_recall={self.replay_recall!r}: expected one to eight shares, each from 0 to 1")
         if self.reader == "mmap":

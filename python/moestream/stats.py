@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 
 __all__ = ["ExpertStats", "Predictions"]
 
-_COUNTERS = ("tokens", "hits", "misses", "reads", "bytes_read", "read_s", "wait_s", "compute_s", "attention_s", "router_s", "other_s", "convert_s", "fused_blocks", "ggml_blocks", "guessed", "useful", "late", "wasted", "guessed_bytes", "wasted_bytes", "replaced", "predict_s")
+_COUNTERS = ("tokens", "hits", "misses", "reads", "bytes_read", "read_s", "wait_s", "compute_s", "attention_s", "router_s", "other_s", "convert_s", "fused_blocks", "ggml_blocks", "guessed", "useful", "late", "wasted", "guessed_bytes", "wasted_bytes", "replaced", "predict_s", "dropped", "heads_s", "heads_bytes")
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class Predictions:
     """How good predictions of one kind were.
 
     Attributes:
-        name: ``"router"``, or how far ahead a lookahead was made.
+        name: ``"router"``, how far ahead a lookahead was made, or ``"heads"`` for heads that advise.
         layers: Predicted, one count a layer and token.
         recall: Share of the experts chosen that were among as many predicted.
         exact: Share of the layers whose experts were all predicted.
@@ -58,6 +58,12 @@ class ExpertStats:
     """How good they were, since the model was loaded."""
     replaced: int
     """Choices that ``cache_aware`` changed."""
+    dropped: int
+    """Experts that should have run where heads route, and did not: always 0."""
+    heads_s: float
+    """Computing heads, a token before their layers are routed by them or advised."""
+    heads_bytes: int
+    """Of their weights, read from memory for that."""
     reads: int
     """Asked of the disk: one an expert in a laid file, three in most stock ones; 0 with ``reader="mmap"``."""
     bytes_read: int

@@ -191,7 +191,7 @@ def _file(value: str) -> Path:
 
 def _value_of(name: str, hint: Any) -> Callable[[str], Any]:
     """How a field of ExpertStreaming is written: words are checked by ExpertStreaming itself."""
-    special = {"direct": _direct, "replay": _file, "replay_recall": _shares, "experts_used": _whole_number}
+    special = {"direct": _direct, "replay": _file, "sidecar": _file, "replay_recall": _shares, "experts_used": _whole_number}
     if name in special:
         return special[name]
     return {bool: _switch, float: float, int: _whole_number}.get(hint, str)

@@ -46,6 +46,8 @@ STREAMING = (
     "experts_used",
     "replay",
     "replay_recall",
+    "prerouter",
+    "sidecar",
 )
 
 
@@ -54,7 +56,7 @@ class Arm:
     """One way to run a model.
 
     A stock arm is llama_cpp.Llama, with or without repacked weights, read into memory or mapped, some keys of its file replaced by
-    `kv_overrides`. A streamed arm is moestream.Llama with the options of ExpertStreaming from `cache` (bytes) to `replay_recall`;
+    `kv_overrides`. A streamed arm is moestream.Llama with the options of ExpertStreaming from `cache` (bytes) to `sidecar`;
     None leaves one at its default. Context, batch and threads are the same for both.
     """
 
@@ -73,6 +75,8 @@ class Arm:
     experts_used: int | None = None
     replay: Path | None = None
     replay_recall: tuple[float, ...] | None = None
+    prerouter: str | None = None
+    sidecar: Path | None = None
     n_ctx: int = 512
     n_batch: int = 512
     n_ubatch: int = 512

@@ -130,6 +130,7 @@ def _parts(stats: ExpertStats) -> str:
         "attention": stats.attention_s,
         "router": stats.router_s,
         "experts": stats.compute_s,
+        **({"heads": stats.heads_s} if stats.heads_s else {}),
         "waiting": stats.wait_s,
         "other": stats.other_s,
     }
