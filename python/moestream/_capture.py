@@ -51,6 +51,7 @@ _ffi.cdef(
     const char * ggml_get_name(const struct ggml_tensor * tensor);
     void * ggml_get_data(const struct ggml_tensor * tensor);
     size_t ggml_nbytes(const struct ggml_tensor * tensor);
+    const char * ggml_op_desc(const struct ggml_tensor * tensor);
     """
 )
 _ggml = _ffi.dlopen(str(LIBRARY))  # which is linked against ggml
@@ -284,15 +285,16 @@ def _check_layout(tensor: Any) -> None:
         )
 
 
-def _rows(tensor: Any, kind: int, axis: int) -> npt.NDArray[Any]:
-    """A copy of [rows, columns] of 4-byte numbers, the columns being dimension `axis` of the tensor and the rows the next."""
-    columns, n = tensor.ne[axis], tensor.ne[axis + 1]
-    others = [tensor.ne[i] for i in range(4) if i not in (axis, axis + 1)]
+def _rows(tensor: Any, kind: int, axis: int, rows_axis: int | None = None) -> npt.NDArray[Any]:
+    """A copy of [rows, columns] of 4-byte numbers: the columns are dimension `axis` of the tensor, the rows by default the next."""
+    rows_axis = axis + 1 if rows_axis is None else rows_axis
+    columns, n = tensor.ne[axis], tensor.ne[rows_axis]
+    others = [tensor.ne[i] for i in range(4) if i not in (axis, rows_axis)]
     if tensor.type != kind or others != [1, 1]:
         raise ModelError(
             f"its routing cannot be recorded: {_ffi.string(tensor.name).decode()!r} is no table of choices"
         )
-    strides = (tensor.nb[axis + 1], tensor.nb[axis])
+    strides = (tensor.nb[rows_axis], tensor.nb[axis])
     span = (n - 1) * strides[0] + (columns - 1) * strides[1] + 4 if n else 0
     data = _ffi.buffer(tensor.data, span)
     return np.ndarray((n, columns), np.float32 if kind == _F32 else np.int32, data, strides=strides).copy()

@@ -20,7 +20,22 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from ..errors import MoestreamError
-from . import bench, convert, demo, eval, export, generate, inspect, plan, probe, sidecar, simulate, trace, verify
+from . import (
+    bench,
+    convert,
+    demo,
+    eval,
+    export,
+    generate,
+    inspect,
+    plan,
+    probe,
+    sidecar,
+    simulate,
+    trace,
+    train,
+    verify,
+)
 from ._logging import log_to_stderr
 from ._output import versions
 
@@ -39,6 +54,7 @@ _COMMANDS = {
     "sidecar": sidecar,
     "simulate": simulate,
     "trace": trace,
+    "train": train,
     "verify": verify,
 }
 _LOG_LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
