@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "head_states.h"
 #include "virtual_gguf.h"
 
 #ifndef MS_LLAMA_CPP_PYTHON
@@ -167,9 +168,11 @@ int ms_engine_heads(ms_engine *engine, const ms_head *heads, int n, int mode, ms
     return ms_heads_open(engine->source, heads, n, mode, shape, &engine->heads, err, errlen);
 }
 
-int ms_engine_decode_rows(ms_engine *engine, int n_rows, const int32_t *sequences, const int32_t *positions, const uint8_t *flags) {
-    return engine->heads ? ms_heads_announce(engine->heads, n_rows, sequences, positions, flags) : 0;
+int ms_engine_decode_rows(ms_engine *engine, int n_rows, ms_head_memory *const *memories, const int32_t *positions, const uint8_t *flags) {
+    return engine->heads ? ms_heads_announce(engine->heads, n_rows, memories, positions, flags) : 0;
 }
+
+ms_head_memory *ms_engine_head_memory(ms_engine *engine) { return engine->heads ? ms_head_memory_new(engine->heads) : NULL; }
 
 int ms_engine_open(const char *path, const ms_engine_options *options, ms_engine **out, char *err, size_t errlen) {
     struct ms_engine *engine = calloc(1, sizeof *engine);

@@ -589,12 +589,14 @@ struct choice {
 
 #define MOST_ADVISED 48
 
-/* For measuring: the table's next token stands for what heads say. */
-static int replayed_next(const struct ms_experts_model *model, int layer, int32_t *next) {
-    int n_choices, n_experts = model->source->layers[layer].n_experts;
-    const int32_t *row = ms_routing_row(model->routing, layer, 1, &n_choices);
-    int n = n_choices < n_experts ? n_choices : n_experts;
-    memcpy(next, row, (size_t)n * sizeof *next);
+/* For measuring: of n_tokens in a batch, the table's next as many stand for what heads say. */
+static int replayed_next(const struct ms_experts_model *model, int layer, int n_tokens, int n_each, int32_t *next, int most) {
+    int n_choices, n = 0;
+    for (int t = 0; t < n_tokens; t++) {
+        const int32_t *row = ms_routing_row(model->routing, layer, n_tokens + t, &n_choices);
+        for (int i = 0; i < n_each && i < n_choices; i++)
+            if (n < most && !ms_contains(next, n, row[i])) next[n++] = row[i];
+    }
     return n;
 }
 
@@ -614,7 +616,7 @@ static void tell_next(struct choice *choice) {
     }
     int32_t next[n_experts];
     float confidences[n_experts];
-    int n = ms_routing_replays(model->routing) ? replayed_next(model, choice->layer, next) : ms_head_states_next(experts->heads, model->heads, model->prerouter->routers, choice->layer, used, next, n_experts);
+    int n = ms_routing_replays(model->routing) ? replayed_next(model, choice->layer, (int)choice->ids->ne[1], used, next, n_experts) : ms_head_states_next(experts->heads, model->heads, model->prerouter->routers, choice->layer, used, next, n_experts);
     for (int i = 0; i < n; i++) confidences[i] = 1;
     if (n) model->store->expect(model->store, choice->layer, next, confidences, n);
 }
@@ -634,6 +636,7 @@ static bool begin_heads(struct ms_experts *experts, const struct ms_experts_mode
     if (!product) return true;
     int block = model->source->layers[layer].block;
     int predicted = ms_heads_route(model->heads) ? ms_head_states_predicted(experts->heads, model->heads, layer, (int)product->src[2]->ne[1]) : 0;
+    if (predicted) ms_routers_learn(model->prerouter->routers, layer, product->src[2], experts->state); /* a restored sequence may begin with this */
     if (predicted && !(ms_head_states_written(experts->heads, layer) && ms_routers_rule_is_known(model->prerouter->routers, layer))) {
         ms_fail(0, err, errlen, "block %d: this model does not choose in a way that heads could replace; load it with prerouter=\"advise\" or \"off\"", block);
         return false;

@@ -6,38 +6,32 @@
 #include "message.h"
 #include "tensor.h"
 
-#define NO_SEQUENCE (-1)
-
-struct executed {
-    int n;
-    int32_t *experts; /* [most] */
-};
-
-struct sequence {
-    int32_t id;
+/* What heads said, twice: of the step under way and of the next one. */
+struct ms_head_memory {
+    int n_heads, n_experts;
     int32_t position; /* of the step that `said` of the other side is about; -1: none */
-    int n_said;       /* heads that have spoken of it */
-    int side;         /* of the step under way; the other one's logits are the next step's, its experts the last step's */
-    float *logits[2]; /* [heads][experts] */
-    struct executed *executed[2]; /* [heads] */
-    void *memory;
+    int32_t n_said;   /* heads that have spoken of it */
+    int32_t side;     /* of the step under way; the other one's logits are the next step's, its experts the last step's */
+    size_t bytes;     /* of what follows */
+    float *logits;    /* [2][heads][experts] */
+    int32_t *n;       /* [2][heads]: experts executed */
+    int32_t *experts; /* [2][heads][experts], of which these */
+    uint8_t memory[];
 };
 
 struct row {
-    int sequence;   /* index, where it is a step; else NO_SEQUENCE */
-    bool predicted; /* by what the step before said */
+    struct ms_head_memory *memory; /* where it is a step; else NULL */
+    bool predicted;                /* by what the step before said */
     bool output;
 };
 
 struct ms_head_states {
-    int n_heads, n_experts;
+    int n_experts;
     struct ms_announced_row *announced;
     int announced_capacity;
     int n_rows, n_outputs, n_steps, n_predicted;
     struct row *rows;
     int row_capacity;
-    struct sequence *sequences;
-    int n_sequences;
     int written; /* the layer whose logits were written last in this evaluation, or -1 */
     /* the work under way */
     struct ms_head_work *work;
@@ -62,18 +56,80 @@ struct ms_head_states *ms_head_states_new(void) {
 
 void ms_head_states_free(struct ms_head_states *states) {
     if (!states) return;
-    for (int s = 0; s < states->n_sequences; s++) free(states->sequences[s].memory);
     ms_router_scratch_free(&states->scratch);
     ms_head_work_free(states->work);
     free(states->announced);
     free(states->rows);
-    free(states->sequences);
     free(states->inputs);
     free(states->scores);
     free(states);
 }
 
-/* ------------------------------------------------------------ sequences */
+/* ------------------------------------------------------------ a sequence's memory */
+
+struct ms_head_memory *ms_head_memory_new(const struct ms_heads *heads) {
+    size_t n_heads = (size_t)ms_heads_count(heads), n_experts = (size_t)ms_heads_experts(heads);
+    size_t logits = 2 * n_heads * n_experts, counts = 2 * n_heads, bytes = (2 * logits + counts) * sizeof(int32_t);
+    struct ms_head_memory *memory = calloc(1, sizeof *memory + bytes);
+    if (!memory) return NULL;
+    *memory = (struct ms_head_memory){.n_heads = (int)n_heads, .n_experts = (int)n_experts, .position = -1, .bytes = bytes};
+    memory->logits = (float *)memory->memory;
+    memory->n = (int32_t *)(memory->logits + logits);
+    memory->experts = memory->n + counts;
+    return memory;
+}
+
+void ms_head_memory_free(struct ms_head_memory *memory) { free(memory); }
+
+#define SAVED_NUMBERS 5 /* before the lists: heads, experts, and where the sequence is */
+
+size_t ms_head_memory_bytes(const struct ms_head_memory *memory) { return SAVED_NUMBERS * sizeof(int32_t) + memory->bytes; }
+
+void ms_head_memory_save(const struct ms_head_memory *memory, void *out) {
+    int32_t numbers[SAVED_NUMBERS] = {memory->n_heads, memory->n_experts, memory->position, memory->n_said, memory->side};
+    memcpy(out, numbers, sizeof numbers);
+    memcpy((uint8_t *)out + sizeof numbers, memory->memory, memory->bytes);
+}
+
+bool ms_head_memory_restore(struct ms_head_memory *memory, const void *saved, size_t bytes) {
+    int32_t numbers[SAVED_NUMBERS];
+    if (bytes != ms_head_memory_bytes(memory)) return false;
+    memcpy(numbers, saved, sizeof numbers);
+    if (numbers[0] != memory->n_heads || numbers[1] != memory->n_experts || numbers[4] < 0 || numbers[4] > 1) return false;
+    const int32_t *n = (const int32_t *)((const uint8_t *)saved + sizeof numbers) + 2 * memory->n_heads * memory->n_experts, *experts = n + 2 * memory->n_heads;
+    for (int h = 0; h < 2 * memory->n_heads; h++) {
+        if (n[h] < 0 || n[h] > memory->n_experts) return false;
+        for (int i = 0; i < n[h]; i++)
+            if (experts[h * memory->n_experts + i] < 0 || experts[h * memory->n_experts + i] >= memory->n_experts) return false;
+    }
+    memory->position = numbers[2];
+    memory->n_said = numbers[3];
+    memory->side = numbers[4];
+    memcpy(memory->memory, (const uint8_t *)saved + sizeof numbers, memory->bytes);
+    return true;
+}
+
+static bool is_complete(const struct ms_head_memory *memory) { return memory->n_said == memory->n_heads; }
+
+static size_t place_of(const struct ms_head_memory *memory, int side, int head) { return (size_t)side * (size_t)memory->n_heads + (size_t)head; }
+static float *logits_at(const struct ms_head_memory *memory, int side, int head) { return memory->logits + place_of(memory, side, head) * (size_t)memory->n_experts; }
+static int32_t *experts_at(const struct ms_head_memory *memory, int side, int head) { return memory->experts + place_of(memory, side, head) * (size_t)memory->n_experts; }
+static int32_t *n_at(const struct ms_head_memory *memory, int side, int head) { return memory->n + place_of(memory, side, head); }
+
+/* A step at `position` begins: what was said of it is on its side now. Returns whether something was. */
+static bool step(struct ms_head_memory *memory, int32_t position, bool continues) {
+    bool predicted = continues && memory->position == position && is_complete(memory);
+    memory->side ^= 1;
+    memory->position = position + 1;
+    memory->n_said = 0;
+    for (int h = 0; h < memory->n_heads; h++) {
+        *n_at(memory, memory->side, h) = 0;
+        if (!predicted) *n_at(memory, memory->side ^ 1, h) = 0;
+    }
+    return predicted;
+}
+
+/* ------------------------------------------------------------ an evaluation */
 
 static void *grown(void *list, int *capacity, int n, size_t each) {
     if (n <= *capacity) return list;
@@ -82,76 +138,24 @@ static void *grown(void *list, int *capacity, int n, size_t each) {
     return larger;
 }
 
-static struct sequence *find_sequence(struct ms_head_states *states, int32_t id) {
-    for (int s = 0; s < states->n_sequences; s++)
-        if (states->sequences[s].id == id) return &states->sequences[s];
-    return NULL;
-}
-
-static struct sequence *add_sequence(struct ms_head_states *states, int32_t id) {
-    size_t heads = (size_t)states->n_heads, experts = (size_t)states->n_experts;
-    struct sequence *more = realloc(states->sequences, (size_t)(states->n_sequences + 1) * sizeof *more);
-    if (!more) return NULL;
-    states->sequences = more;
-    size_t logits_bytes = heads * experts * sizeof(float), lists_bytes = heads * sizeof(struct executed), experts_bytes = heads * experts * sizeof(int32_t);
-    uint8_t *memory = calloc(2, lists_bytes + logits_bytes + experts_bytes);
-    if (!memory) return NULL;
-    struct sequence *made = &more[states->n_sequences++];
-    *made = (struct sequence){.id = id, .position = -1, .memory = memory};
-    for (int side = 0; side < 2; side++) {
-        made->executed[side] = (struct executed *)memory;
-        made->logits[side] = (float *)(memory += lists_bytes);
-        int32_t *lists = (int32_t *)(memory += logits_bytes);
-        memory += experts_bytes;
-        for (size_t h = 0; h < heads; h++) made->executed[side][h].experts = lists + h * experts;
-    }
-    return made;
-}
-
-static bool is_complete(const struct ms_head_states *states, const struct sequence *sequence) { return sequence->n_said == states->n_heads; }
-
-/* A step at `position` begins: what was said of it is on its side now. Returns whether something was. */
-static bool step(struct ms_head_states *states, struct sequence *sequence, int32_t position, bool continues) {
-    bool predicted = continues && sequence->position == position && is_complete(states, sequence);
-    sequence->side ^= 1;
-    sequence->position = position + 1;
-    sequence->n_said = 0;
-    for (int h = 0; h < states->n_heads; h++) {
-        sequence->executed[sequence->side][h].n = 0;
-        if (!predicted) sequence->executed[sequence->side ^ 1][h].n = 0;
-    }
-    return predicted;
-}
-
 bool ms_head_states_enter(struct ms_head_states *states, struct ms_heads *heads, int n_tokens) {
-    states->n_heads = ms_heads_count(heads);
     states->n_experts = ms_heads_experts(heads);
     states->head = states->begun = states->written = -1;
     states->n_rows = states->n_outputs = states->n_steps = states->n_predicted = 0;
     int n = ms_heads_take_announced(heads, &states->announced, &states->announced_capacity);
-    if (n != n_tokens) { /* not announced, or divided: nothing is known of where any sequence is */
-        for (int s = 0; s < states->n_sequences; s++) states->sequences[s].position = -1;
-        return true;
-    }
+    if (n != n_tokens) return true; /* not announced, or divided: all is as in a prompt */
     struct row *rows = grown(states->rows, &states->row_capacity, n, sizeof *rows);
     if (!rows) return false;
     states->rows = rows;
     states->n_rows = n;
     for (int r = 0; r < n; r++) {
         const struct ms_announced_row *said = &states->announced[r];
-        struct sequence *sequence = find_sequence(states, said->sequence);
-        bool is_step = said->flags & MS_ROW_STEP;
-        if (is_step && !sequence && !(sequence = add_sequence(states, said->sequence))) return false;
-        rows[r] = (struct row){.sequence = NO_SEQUENCE, .output = said->flags & MS_ROW_OUTPUT};
+        rows[r] = (struct row){.memory = said->memory, .output = said->flags & MS_ROW_OUTPUT};
         states->n_outputs += rows[r].output;
-        if (is_step) {
-            rows[r].sequence = (int)(sequence - states->sequences);
-            rows[r].predicted = step(states, sequence, said->position, said->flags & MS_ROW_CONTINUES);
-            states->n_steps++;
-            states->n_predicted += rows[r].predicted;
-        } else if (sequence) {
-            sequence->position = -1;
-        }
+        if (!said->memory) continue;
+        rows[r].predicted = step(said->memory, said->position, said->flags & MS_ROW_CONTINUES);
+        states->n_steps++;
+        states->n_predicted += rows[r].predicted;
     }
     return true;
 }
@@ -183,8 +187,8 @@ int ms_head_states_predicted(const struct ms_head_states *states, const struct m
 
 /* What was said of the step under way, or, on the other side, of the next. */
 static const float *logits_of(const struct ms_head_states *states, int row, int head, bool next) {
-    const struct sequence *sequence = &states->sequences[states->rows[row].sequence];
-    return sequence->logits[sequence->side ^ (int)next] + (size_t)head * (size_t)states->n_experts;
+    const struct ms_head_memory *memory = states->rows[row].memory;
+    return logits_at(memory, memory->side ^ (int)next, head);
 }
 
 void ms_head_states_write(struct ms_head_states *states, const struct ms_heads *heads, int layer, struct ggml_tensor *logits) {
@@ -233,14 +237,14 @@ bool ms_head_states_begin(struct ms_head_states *states, const struct ms_heads *
     if (inputs) states->inputs = inputs;
     int n = 0;
     for (int r = 0; r < states->n_rows && inputs; r++) {
-        if (states->rows[r].sequence == NO_SEQUENCE) continue;
-        struct sequence *sequence = &states->sequences[states->rows[r].sequence];
-        struct executed *now = &sequence->executed[sequence->side][head];
-        const struct executed *before = &sequence->executed[sequence->side ^ 1][head];
-        now->n = k;
-        for (int c = 0; c < k; c++) now->experts[c] = ms_choice(ids, c, r);
-        inputs[n++] = (struct ms_head_input){.state = ms_row(input, 0, r), .now = now->experts, .n_now = k, .before = before->experts, .n_before = before->n,
-                                             .logits = sequence->logits[sequence->side ^ 1] + (size_t)head * (size_t)states->n_experts};
+        struct ms_head_memory *memory = states->rows[r].memory;
+        if (!memory) continue;
+        int side = memory->side;
+        int32_t *now = experts_at(memory, side, head);
+        *n_at(memory, side, head) = k;
+        for (int c = 0; c < k; c++) now[c] = ms_choice(ids, c, r);
+        inputs[n++] = (struct ms_head_input){.state = ms_row(input, 0, r), .now = now, .n_now = k, .before = experts_at(memory, side ^ 1, head), .n_before = *n_at(memory, side ^ 1, head),
+                                             .logits = logits_at(memory, side ^ 1, head)};
     }
     if (!inputs || !ms_head_work_begin(states->work, heads, head, inputs, n)) {
         ms_fail(0, err, errlen, "block %d: out of memory for its head", block);
@@ -262,7 +266,7 @@ void ms_head_states_end(struct ms_head_states *states, int n_threads, int64_t *h
     *heads_ns += spent_ns / n_threads;
     *heads_bytes += bytes;
     for (int r = 0; r < states->n_rows; r++)
-        if (states->rows[r].sequence != NO_SEQUENCE) states->sequences[states->rows[r].sequence].n_said++;
+        if (states->rows[r].memory) states->rows[r].memory->n_said++;
     states->head = -1;
 }
 
@@ -273,7 +277,7 @@ int ms_head_states_next(struct ms_head_states *states, const struct ms_heads *he
     if (head < 0 || states->n_steps == 0 || !reserve_scores(states)) return 0;
     int32_t chosen[n_each];
     for (int r = 0; r < states->n_rows; r++) {
-        if (states->rows[r].sequence == NO_SEQUENCE || states->sequences[states->rows[r].sequence].n_said <= head) continue;
+        if (!states->rows[r].memory || states->rows[r].memory->n_said <= head) continue;
         memcpy(states->scores, logits_of(states, r, head, true), (size_t)states->n_experts * sizeof(float));
         int found = ms_routers_choose_by(routers, layer, states->scores, n_each, chosen, &states->scratch);
         for (int i = 0; i < found && n < most; i++)

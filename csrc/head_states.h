@@ -1,11 +1,15 @@
-/* head_states.h - what heads said of the next token, by sequence: one context's memory of it.
+/* head_states.h - what heads said of the next token, by sequence, and one context's use of it.
  *
  * A step of decoding is one row of a sequence. While it is computed, the head
  * that each owner layer has tells the logits of the next layer for the next
- * step; that step, if it is the one right behind and in the same context, is
- * routed by them. Any other row (of a prompt, after the sequence was cut back or
- * restored) is chosen for by the model's routers; of the first step after it
- * nothing was said, so it is too, and the heads know of no experts before it.
+ * step; that step, if it is the one right behind, is routed by them. Any other
+ * row (of a prompt, or after the sequence was cut back) is chosen for by the
+ * model's routers; of the first step after it nothing was said, so it is too,
+ * and the heads know of no experts before it.
+ *
+ * What was said of a sequence is in a memory that belongs to whoever keeps the
+ * sequence, comes with each announced step, and can be saved and restored with
+ * the rest of the sequence's state.
  *
  * All functions belong to the context's thread but for ms_head_states_share.
  */
@@ -18,6 +22,9 @@
 #include "ggml.h"
 #include "heads.h"
 #include "routers.h"
+
+/* See ms_engine_head_memory. */
+ms_head_memory *ms_head_memory_new(const struct ms_heads *heads);
 
 struct ms_head_states;
 struct ms_head_states *ms_head_states_new(void); /* NULL: out of memory */

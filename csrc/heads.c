@@ -345,7 +345,7 @@ static struct announcement *announcement_of(struct ms_heads *heads, bool make) {
     return &more[heads->n_announcements++];
 }
 
-int ms_heads_announce(struct ms_heads *heads, int n_rows, const int32_t *sequences, const int32_t *positions, const uint8_t *flags) {
+int ms_heads_announce(struct ms_heads *heads, int n_rows, struct ms_head_memory *const *memories, const int32_t *positions, const uint8_t *flags) {
     int rc = 0;
     pthread_mutex_lock(&heads->mutex);
     struct announcement *announcement = announcement_of(heads, n_rows > 0);
@@ -362,7 +362,7 @@ int ms_heads_announce(struct ms_heads *heads, int n_rows, const int32_t *sequenc
     if (announcement) {
         announcement->thread = pthread_self();
         announcement->n_rows = rc == 0 ? n_rows : 0;
-        for (int i = 0; i < announcement->n_rows; i++) announcement->rows[i] = (struct ms_announced_row){.sequence = sequences[i], .position = positions[i], .flags = flags[i]};
+        for (int i = 0; i < announcement->n_rows; i++) announcement->rows[i] = (struct ms_announced_row){.memory = memories[i], .position = positions[i], .flags = flags[i]};
     }
     pthread_mutex_unlock(&heads->mutex);
     return rc;

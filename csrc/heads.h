@@ -65,10 +65,11 @@ void ms_head_work_cost(const struct ms_head_work *work, int64_t *spent_ns, uint6
 /* ---------------------------------------------------------------- announcing */
 
 /* What is known of the batch that this thread decodes next, by the heads' engine; see ms_engine_decode_rows. -ENOMEM. */
-int ms_heads_announce(struct ms_heads *heads, int n_rows, const int32_t *sequences, const int32_t *positions, const uint8_t *flags);
+int ms_heads_announce(struct ms_heads *heads, int n_rows, struct ms_head_memory *const *memories, const int32_t *positions, const uint8_t *flags);
 /* The same, once: how many rows, at most `capacity` of which are copied. 0: nothing was announced by this thread. */
 struct ms_announced_row {
-    int32_t sequence, position;
+    struct ms_head_memory *memory;
+    int32_t position;
     uint8_t flags; /* enum ms_row_flags */
 };
 int ms_heads_take_announced(struct ms_heads *heads, struct ms_announced_row **rows, int *capacity);

@@ -240,19 +240,30 @@ typedef struct ms_head_shape {
 
 /* What is said of a row, added up. */
 enum ms_row_flags {
-    MS_ROW_OUTPUT = 1,    /* its logits are asked for */
-    MS_ROW_STEP = 2,      /* a step of decoding: the only row of its sequence, which is its own, and no part of a prompt */
-    MS_ROW_CONTINUES = 4, /* and its sequence is as the step before left it, in this context */
+    MS_ROW_OUTPUT = 1,   /* its logits are asked for */
+    MS_ROW_CONTINUES = 2 /* a step, and its sequence is as the step before left it */
 };
+
+/* What heads said of a sequence's next step. */
+typedef struct ms_head_memory ms_head_memory;
 
 /* Gives the engine heads, which it copies. Once, before a context is made, with routers in the engine's buffer type.
  * -EINVAL: they do not fit the model, or hold what is no number; -ENOMEM. */
 int ms_engine_heads(ms_engine *engine, const ms_head *heads, int n, int mode, ms_head_shape shape, char *err, size_t errlen);
-/* Before each decode, by the thread that decodes: the rows of the batch, in its order. Those that are no steps begin
- * or go on with a prompt, for which routers choose, and the next step of their sequence is a first one: routers choose there
- * too. A step that continues is chosen for by what the step before said. Without this, or where llama.cpp divides the batch,
- * all are as in a prompt. n_rows 0 takes back what was said and not used. -ENOMEM. */
-int ms_engine_decode_rows(ms_engine *engine, int n_rows, const int32_t *sequences, const int32_t *positions, const uint8_t *flags);
+/* Of a sequence of which nothing was said. NULL: out of memory, or there are no heads. */
+ms_head_memory *ms_engine_head_memory(ms_engine *engine);
+void ms_head_memory_free(ms_head_memory *memory);
+/* Saved with a sequence's state and restored with it, into a memory of the same engine or of another one with the same heads.
+ * saved: where an int32_t may be. false, and nothing changed: it was not saved with heads of this shape. */
+size_t ms_head_memory_bytes(const ms_head_memory *memory);
+void ms_head_memory_save(const ms_head_memory *memory, void *out);
+bool ms_head_memory_restore(ms_head_memory *memory, const void *saved, size_t bytes);
+/* Before each decode, by the thread that decodes: the rows of the batch, in its order. A step of decoding (the only row of its
+ * sequence, which is its own, and no part of a prompt) has a memory, which must stay until it is decoded; others have NULL: they
+ * begin or go on with a prompt, for which routers choose, and the next step of their sequence is a first one: routers choose
+ * there too. A step that continues is chosen for by what the step before said. Without this, or where llama.cpp divides the
+ * batch, all are as in a prompt. n_rows 0 takes back what was said and not used. -ENOMEM. */
+int ms_engine_decode_rows(ms_engine *engine, int n_rows, ms_head_memory *const *memories, const int32_t *positions, const uint8_t *flags);
 /* One head on one token: state[columns], the experts run at it and at the one before -> logits[experts]. -EINVAL, -ENOMEM. */
 int ms_head_logits(const ms_head *head, ms_head_shape shape, const float *state, const int32_t *now, int n_now, const int32_t *before, int n_before, float *logits, char *err, size_t errlen);
 

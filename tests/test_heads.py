@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -501,13 +502,28 @@ def followed(path: Path) -> list[str]:
         state = llm.save_state()
         steps(llm, a[25:28])
         llm.load_state(state)
-        compare("restored", steps(llm, a[25:end]), cut)
+        on = straight[25 - PROMPT :]
+        compare("restored", steps(llm, a[25:end]), on)
 
         llm.reset()
         llm.eval(b[:PROMPT])
         steps(llm, b[PROMPT:25])
         llm.load_state(state)
-        compare("restored at the position where another text was", steps(llm, a[25:end]), cut)
+        compare("restored at the position where another text was", steps(llm, a[25:end]), on)
+
+        with loaded(path) as other:
+            other.load_state(pickle.loads(pickle.dumps(state)))
+            compare("restored in another process's model", steps(other, a[25:end]), on)
+            del state.said_by_heads  # as of a model without heads
+            other.load_state(state)
+            compare("restored without what heads said", steps(other, a[25:end]), cut)
+            other.reset()
+            other.eval(a[:25])
+            state = other.save_state()
+            other.load_state(state)
+            other.eval(a[25:26])
+            if state.said_by_heads is not None:
+                wrong.append("heads said something of a prompt")
 
         llm.reset()
         llm.eval(a[:PROMPT])
@@ -534,6 +550,25 @@ def followed(path: Path) -> list[str]:
                     evaluation.decode([each], position)
         compare("other contexts in between", np.array(rows), straight)
     return wrong
+
+
+def restored_from(path: Path, saved: bytes | None, tokens: Sequence[int]) -> tuple[np.ndarray, bytes | None]:
+    """The step after a text, where `saved` is what heads are said to have said of it; and what they did say."""
+    with loaded(path) as llm:
+        llm.eval(tokens[:PROMPT])
+        steps(llm, tokens[PROMPT:-1])
+        said = llm._ctx.sequences.saved(0)
+        llm._ctx.sequences.restore(0, saved)
+        return steps(llm, tokens[-1:])[0], said
+
+
+def test_what_other_heads_said_is_not_taken(folder: Path) -> None:
+    path, other = model_of("softmax", folder), model_of("softmax", folder, experts=32)
+    first, said = isolated(restored_from, path, None, TOKENS[:30])
+    _, of_others = isolated(restored_from, other, None, TOKENS[:30])
+    assert not np.array_equal(isolated(restored_from, path, said, TOKENS[:30])[0], first)
+    for wrong in (of_others, said[:-4], b"", said[:8] + b"\xff" * (len(said) - 8)):
+        assert np.array_equal(isolated(restored_from, path, wrong, TOKENS[:30])[0], first)
 
 
 @pytest.mark.parametrize("model", ["softmax", "before attention, softmax"])

@@ -18,7 +18,7 @@ __all__ = ["Sequences"]
 
 
 class Sequences:
-    """The sequences of one context, and how far each was decoded step by step.
+    """The sequences of one context: how far each was decoded step by step, and what heads said of its next step.
 
     Attributes:
         prompt: The rows of the next batches are of a prompt, however few they are.
@@ -27,7 +27,35 @@ class Sequences:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._next: dict[int, int] = {}  # position of the step that goes on
+        self._memories: dict[int, Any] = {}
         self.prompt = False
+
+    def saved(self, sequence: int) -> bytes | None:
+        """What heads said of a sequence's next step, with its position; None if nothing was."""
+        if (position := self._next.get(sequence)) is None:
+            return None
+        memory = self._memories[sequence]
+        said = ffi.new("uint8_t[]", lib.ms_head_memory_bytes(memory))
+        lib.ms_head_memory_save(memory, said)
+        return position.to_bytes(8, "little") + bytes(ffi.buffer(said))
+
+    def restore(self, sequence: int, saved: bytes | None) -> None:
+        """After the sequence's state was restored. What is none of these heads is as if nothing had been said."""
+        self.forget(sequence)
+        if saved is None:
+            return
+        position, said = saved[:8], ffi.new("uint8_t[]", len(saved[8:]))
+        ffi.memmove(said, saved[8:], len(said))
+        if lib.ms_head_memory_restore(self._memory(sequence), said, len(said)):
+            self._next[sequence] = int.from_bytes(position, "little")
+
+    def _memory(self, sequence: int) -> Any:
+        if sequence not in self._memories:
+            memory = lib.ms_engine_head_memory(self._engine)
+            if memory == ffi.NULL:
+                raise MemoryError("out of memory for what heads say")
+            self._memories[sequence] = ffi.gc(memory, lib.ms_head_memory_free)
+        return self._memories[sequence]
 
     def forget(self, sequence: int | None = None) -> None:
         """The next step of a sequence, or of all, is a first one."""
@@ -58,13 +86,14 @@ class Sequences:
         steps = [not self.prompt and len(sequences) == 1 and count[sequences[0]] == 1 for sequences, _, _ in rows]
         flags = [
             lib.MS_ROW_OUTPUT * output
-            + step * (lib.MS_ROW_STEP + lib.MS_ROW_CONTINUES * (self._next.get(sequences[0]) == position))
+            + lib.MS_ROW_CONTINUES * (step and self._next.get(sequences[0]) == position)
             for (sequences, position, output), step in zip(rows, steps, strict=True)
         ]
         for sequence in count:
             self.forget(sequence)  # until it has been decoded
         firsts, positions = [sequences[0] for sequences, _, _ in rows], [position for _, position, _ in rows]
-        if lib.ms_engine_decode_rows(self._engine, len(rows), firsts, positions, flags) < 0:
+        memories = [self._memory(first) if step else ffi.NULL for first, step in zip(firsts, steps, strict=True)]
+        if lib.ms_engine_decode_rows(self._engine, len(rows), memories, positions, flags) < 0:
             raise MemoryError("out of memory for the rows of a batch")
         try:
             yield

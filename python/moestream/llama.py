@@ -560,11 +560,22 @@ class Llama(llama_cpp.Llama):
             sequences.forget(0)
         super().reset()
 
-    def load_state(self, state: llama_cpp.LlamaState) -> None:
-        """As :meth:`llama_cpp.Llama.load_state`. What heads said is no part of a state: the next token is routed as the first after a prompt."""
+    def save_state(self) -> llama_cpp.LlamaState:
+        """As :meth:`llama_cpp.Llama.save_state`. What heads said of the next token goes with it."""
+        state = super().save_state()
         if (sequences := self._sequences()) is not None:
+            state.said_by_heads = sequences.saved(0)
+        return state
+
+    def load_state(self, state: llama_cpp.LlamaState) -> None:
+        """As :meth:`llama_cpp.Llama.load_state`. The next token is routed as it would have been, if these heads spoke when the state was
+        saved; else as the first one after a prompt."""
+        sequences = self._sequences()
+        if sequences is not None:
             sequences.forget()
         super().load_state(state)
+        if sequences is not None:
+            sequences.restore(0, getattr(state, "said_by_heads", None))
 
     def expert_stats(self) -> ExpertStats:
         """What streaming did so far.
