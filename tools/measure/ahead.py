@@ -27,7 +27,7 @@ from .figure import MeasurementError, note
 from .streams import random_prompt, zipf_stream
 from .subject import Subject, made
 
-__all__ = ["Effort", "Prepared", "Turn", "prepared"]
+__all__ = ["FASTEST", "SETTLES_TOKENS", "Effort", "Prepared", "Turn", "fill", "prepared", "routing_of", "summed"]
 
 SETTLES_TOKENS = 3  # after a change of arm or disk
 PROMPT_TOKENS = 512
@@ -111,7 +111,9 @@ class Prepared:
             for arm in [*arms[first:], *arms[:first]]:
                 self._feed(SETTLES_TOKENS, arm, rate)
                 turns[arm].append(self._feed(self.effort.tokens, arm, rate, after_last=True))
-        return {arm: self._summed(arm, feeds, rate or self.disk) for arm, feeds in turns.items()}
+        return {
+            arm: summed(arm, feeds, rate=rate or self.disk, compute_s=self.compute_s) for arm, feeds in turns.items()
+        }
 
     def _feed(self, n: int, arm: str, rate: float, *, after_last: bool = False) -> Feed:
         """From an empty context, so that attention takes what it took when the limit was measured."""
@@ -119,28 +121,31 @@ class Prepared:
         self._at += n
         return self.session.feed(tokens, after_last=after_last, prefetch=arm, read_rate=rate)
 
-    def _summed(self, arm: str, feeds: list[Feed], rate: float) -> Turn:
-        def per_token(name: str) -> float:
-            return statistics.median(feed.experts[name] / len(feed.token_s) for feed in feeds)
 
-        slot = feeds[0].experts["slot_bytes"]
-        found = sum(feed.experts["hits"] for feed in feeds)
-        missed = sum(feed.experts["misses"] for feed in feeds)
-        seconds = [sum(feed.token_s) / len(feed.token_s) for feed in feeds]
-        needed = [feed.experts["misses"] / len(feed.token_s) * slot for feed in feeds]
-        limits = [max(self.compute_s, bytes / rate) for bytes in needed]
-        return Turn(
-            arm=arm,
-            token_s=statistics.median(seconds),
-            limit_s=statistics.median(limits),
-            share=statistics.median(limit / taken for limit, taken in zip(limits, seconds, strict=True)),
-            read_s=statistics.median(needed) / rate,
-            wait_s=per_token("wait_s"),
-            needed_bytes=statistics.median(needed),
-            wasted_bytes=per_token("wasted_bytes"),
-            attention_s=per_token("attention_s"),
-            hit_rate=found / (found + missed),
-        )
+def summed(arm: str, feeds: Sequence[Feed], *, rate: float, compute_s: float) -> Turn:
+    """Of turns on a disk of `rate` bytes a second, where computing a token alone takes `compute_s`."""
+
+    def per_token(name: str) -> float:
+        return statistics.median(feed.experts[name] / len(feed.token_s) for feed in feeds)
+
+    slot = feeds[0].experts["slot_bytes"]
+    found = sum(feed.experts["hits"] for feed in feeds)
+    missed = sum(feed.experts["misses"] for feed in feeds)
+    seconds = [sum(feed.token_s) / len(feed.token_s) for feed in feeds]
+    needed = [feed.experts["misses"] / len(feed.token_s) * slot for feed in feeds]
+    limits = [max(compute_s, bytes / rate) for bytes in needed]
+    return Turn(
+        arm=arm,
+        token_s=statistics.median(seconds),
+        limit_s=statistics.median(limits),
+        share=statistics.median(limit / taken for limit, taken in zip(limits, seconds, strict=True)),
+        read_s=statistics.median(needed) / rate,
+        wait_s=per_token("wait_s"),
+        needed_bytes=statistics.median(needed),
+        wasted_bytes=per_token("wasted_bytes"),
+        attention_s=per_token("attention_s"),
+        hit_rate=found / (found + missed),
+    )
 
 
 @contextmanager
@@ -166,7 +171,7 @@ def prepared(
             stock.unlink()
         described = moestream.describe(path)
         top_k = experts_used or described.experts_used
-        trace = _routing(described, like, top_k, effort, stack.enter_context(_folder()))
+        trace = routing_of(described, like, top_k, effort, stack.enter_context(_folder()))
         arm = Arm(path, "streamed", replay=trace, experts_used=experts_used, n_ctx=CONTEXT, prefetch="router")
         stream = zipf_stream(tokens=1024, vocabulary=Subject(path).vocabulary)
         compute_s = _compute_s(arm, stream, effort)
@@ -194,7 +199,7 @@ def _folder() -> Iterator[Path]:
         yield Path(folder)
 
 
-def _routing(described: moestream.ModelDescription, like: str, top_k: int, effort: Effort, folder: Path) -> Path:
+def routing_of(described: moestream.ModelDescription, like: str, top_k: int, effort: Effort, folder: Path) -> Path:
     """For the layers and experts of the model. Of fewer experts than the model's own the first of them are taken, as it would."""
     layers, experts = len(described.moe_layers), described.moe_layers[0].experts
     trace = moestream.synthesise_trace(like=like, tokens=effort.trace_tokens, layers=layers, experts=experts, seed=1)
@@ -206,12 +211,17 @@ def _routing(described: moestream.ModelDescription, like: str, top_k: int, effor
 def _compute_s(arm: Arm, stream: list[int], effort: Effort) -> float:
     """Seconds of a token with every expert in memory, by the median."""
     with Session(arm) as session:
-        for seed in range(3):
-            session.feed(random_prompt(tokens=PROMPT_TOKENS, vocabulary=max(stream) + 1, seed=seed), at_once=True)
-        for _ in range(6):  # until the routing that is replayed has asked for all that it will
-            feed = session.feed(stream[: effort.trace_tokens // 4], prefetch="off")
-            if not sum(feed.misses[-effort.tokens :]):
-                break
-        session.settle()
+        fill(session, stream, effort)
         feeds = [session.feed(stream[: effort.tokens], prefetch="off") for _ in range(effort.rounds + 1)]
     return statistics.median(second for feed in feeds for second in feed.token_s)
+
+
+def fill(session: Session, stream: list[int], effort: Effort) -> None:
+    """Of a cache for all experts: until every one that the routing which is replayed asks for is there."""
+    for seed in range(3):
+        session.feed(random_prompt(tokens=PROMPT_TOKENS, vocabulary=max(stream) + 1, seed=seed), at_once=True)
+    for _ in range(6):
+        feed = session.feed(stream[: effort.trace_tokens // 4], prefetch="off")
+        if not sum(feed.misses[-effort.tokens :]):
+            break
+    session.settle()

@@ -57,7 +57,8 @@ class Arm:
 
     A stock arm is llama_cpp.Llama, with or without repacked weights, read into memory or mapped, some keys of its file replaced by
     `kv_overrides`. A streamed arm is moestream.Llama with the options of ExpertStreaming from `cache` (bytes) to `sidecar`;
-    None leaves one at its default. Context, batch and threads are the same for both.
+    None leaves one at its default. Context, batch and threads are the same for both. Several `sequences` share the context and
+    are decoded together.
     """
 
     model: Path
@@ -77,6 +78,7 @@ class Arm:
     replay_recall: tuple[float, ...] | None = None
     prerouter: str | None = None
     sidecar: Path | None = None
+    sequences: int = 1
     n_ctx: int = 512
     n_batch: int = 512
     n_ubatch: int = 512
@@ -92,7 +94,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Feed:
-    """What one feed took. Lists have one entry per call: per token, or one for a prompt fed at once.
+    """What one feed took. Lists have one entry per call: per token (of each sequence), or one for a prompt fed at once.
 
     `experts` (the fields of ExpertStats, for these calls) belongs to streamed arms; `logits_crc`, and `misses` of streamed
     arms, to feeds that are `checked`.
@@ -240,10 +242,14 @@ class Session:
     ) -> Feed:
         """Evaluate tokens, one by one, or `at_once` as a prompt; from an empty context, or `after_last` behind the last feed's.
 
+        Of an arm with several sequences, a token of each at a time, of the first, the second, and so on; always from an empty context.
+
         `seconds` ends it after the token running then. `prefetch` is the option of that name from now on, `read_rate` the
         bytes per second of the disk (0: as it is), for a streamed model; None leaves them. `recorded`: while a timeline is.
         `checked`: with a checksum of the logits and the misses of each call.
         """
+        if self.arm.sequences > 1 and (at_once or after_last):
+            raise ValueError("several sequences are fed token by token, from an empty context")
         request = {"tokens": tokens, "at_once": at_once, "after_last": after_last, "seconds": seconds}
         request |= {"prefetch": prefetch, "read_rate": read_rate, "recorded": recorded, "checked": checked}
         self._ask(request)

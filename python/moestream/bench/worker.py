@@ -74,10 +74,17 @@ def _load(arm: dict[str, Any]) -> llama_cpp.Llama:
         "n_threads_batch": arm["threads"],
         "verbose": False,
     }
+    context = llama_cpp.llama_context_default_params()
+    context.n_seq_max, context.kv_unified = arm["sequences"], arm["sequences"] > 1
+    with mock.patch.object(llama_cpp.llama_cpp, "llama_context_default_params", lambda: context):
+        return _load_with(arm, keywords)
+
+
+def _load_with(arm: dict[str, Any], keywords: dict[str, Any]) -> llama_cpp.Llama:
     if arm["kind"] == "streamed":
         options = moestream.ExpertStreaming(**arm["streaming"])
         return moestream.Llama(arm["model"], expert_streaming=options, **keywords)
-    # llama_cpp.Llama has no keyword for repacking, and takes all that it does not set itself from the default parameters.
+    # What llama_cpp.Llama has no keyword for, it takes from the default parameters.
     parameters = llama_cpp.llama_model_default_params()
     parameters.use_extra_bufts = arm["repack"]
     with mock.patch.object(llama_cpp.llama_cpp, "llama_model_default_params", lambda: parameters):
@@ -118,6 +125,8 @@ def _feed(
     """Evaluate the tokens one by one, or as one prompt, for `seconds` at most. The record is `session.Feed`."""
     if not after_last:
         llm.reset()
+    if llm.context_params.n_seq_max > 1:
+        llm._ctx.kv_cache_clear()
     if prefetch is not None:
         llm._engine.set_prefetch(prefetch)
     if read_rate is not None:
@@ -132,9 +141,14 @@ def _feed(
     used, read = resource.getrusage(resource.RUSAGE_SELF), _bytes_read()
     begun = start = time.perf_counter()
     spent = 0.0
-    for call in [tokens] if at_once else [[token] for token in tokens]:
+    sequences = llm.context_params.n_seq_max
+    calls = [tokens] if at_once else [tokens[i : i + sequences] for i in range(0, len(tokens), sequences)]
+    for step, call in enumerate(calls):
         start = time.perf_counter()
-        llm.eval(call)
+        if sequences > 1:
+            _decode_one_of_each(llm, call, step)
+        else:
+            llm.eval(call)
         token_s.append(time.perf_counter() - start)
         spent += token_s[-1]
         if checked:
@@ -162,6 +176,16 @@ def _feed(
         # reader and direct come from the statistics rather than the options: "auto" has become something by now.
         record["experts"] = dataclasses.asdict(llm.expert_stats().since(before))
     return record
+
+
+def _decode_one_of_each(llm: llama_cpp.Llama, tokens: list[int], position: int) -> None:
+    """One token of each sequence, in one batch."""
+    batch = llm._batch.batch
+    batch.n_tokens = len(tokens)
+    for sequence, token in enumerate(tokens):
+        batch.token[sequence], batch.pos[sequence], batch.logits[sequence] = token, position, True
+        batch.n_seq_id[sequence], batch.seq_id[sequence][0] = 1, sequence
+    llm._ctx.decode(llm._batch)
 
 
 def _logits_crc(llm: llama_cpp.Llama) -> int:

@@ -1,0 +1,2 @@
+def figures(*a):
+    return iter(())
