@@ -299,6 +299,19 @@ def test_random_tokens_differ_from_each_other_and_from_round_to_round(folder: Pa
 # Limits
 
 
+def test_several_sequences_are_decoded_together(folder: Path) -> None:
+    model, texts = make(folder), [[5, 6, 7, 8], [50, 60, 70, 80], [9, 99, 9, 99]]
+    with Session(Arm(model, "streamed", sequences=3, threads=1)) as session:
+        feed = session.feed([text[step] for step in range(4) for text in texts])
+        again = session.feed([text[step] for step in range(4) for text in texts])
+        with pytest.raises(ValueError, match="several sequences are fed token by token, from an empty context"):
+            session.feed([1, 2, 3], at_once=True)
+    with Session(Arm(model, "streamed", threads=1)) as session:
+        alone = session.feed(texts[2])
+    assert len(feed.token_s) == 4 and again.logits_crc == feed.logits_crc == alone.logits_crc
+
+
+
 def test_an_arm_that_is_killed_for_memory_is_a_result(folder: Path, group: None) -> None:
     path = make(folder, d=512, ff=512, heads=8, head_dim=64, layers=8, experts=48, topk=4)
     limit = 150 * MIB

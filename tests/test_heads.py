@@ -449,6 +449,23 @@ def test_for_measuring_a_replayed_routing_stands_for_what_heads_say(folder: Path
     assert same and on_demand <= 26 * 3, "the first layer has no head"
 
 
+def replayed_together(path: Path, trace: Path, *, steps: int) -> int:
+    """Experts read on demand by three sequences of which each takes every third row of a routing."""
+    with loaded(path, replay=trace, prefetch="router", cache=0.5) as llm, context_of(llm, 3, unified=True) as decode:
+        for position in range(steps + 2):
+            if position == 2:
+                before = llm.expert_stats()
+            decode([(sequence, position, TOKENS[position], True) for sequence in range(3)])
+        s = llm.expert_stats().since(before)
+        return s.misses - s.useful - s.late
+
+
+def test_of_several_sequences_it_stands_for_what_heads_say_of_each(folder: Path, tmp_path: Path) -> None:
+    path, steps = model_of("softmax", folder, experts=64), 20
+    trace_of(path, tokens=90).write(tmp_path / "a.trace")
+    assert isolated(replayed_together, path, tmp_path / "a.trace", steps=steps) <= steps * 9, "the first layer's alone"
+
+
 # What heads said belongs to a sequence, and to nothing that has come after
 
 
