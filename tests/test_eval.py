@@ -942,7 +942,7 @@ def test_ctrl_c_before_the_first_chunk(
         (
             ["--no-expert-streaming", "--cache-aware", "0.1"],
             "--no-expert-streaming leaves no use for --expert-cache, --kernels, --compute, --reader, --direct, --verify, "
-            "--policy, --prefetch, --cache-aware, --experts-used, --routing-base and --save-routing",
+            "--policy, --prefetch, --cache-aware, --experts-used, --prerouter, --routing-base and --save-routing",
         ),
         (["--no-expert-streaming", "--save-routing", "x"], "--no-expert-streaming leaves no use for "),
     ],

@@ -290,6 +290,9 @@ DAMAGE: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "no rank": (lambda k, t: k.pop("lora.rank"), "lacks the key moestream.sidecar.lora.rank"),
     "no JSON": (lambda k, t: k.update(quality="["), "quality is no JSON object"),
     "a list": (lambda k, t: k.update(provenance="[]"), "provenance is no JSON object"),
+    "NaN in JSON": (lambda k, t: k.update(quality='{"a": NaN}'), "quality is no JSON object"),
+    "JSON without an end": (lambda k, t: k.update(quality='{"a":' + "[" * 100_000), "quality is no JSON object"),
+    "alpha infinite": (lambda k, t: k.update({"lora.alpha": math.inf}), "lora.alpha is inf, which is no positive"),
     "half a head": (lambda k, t: t.pop("head.2.fc1.onehot"), "the head of layer 2 lacks head.2.fc1.onehot"),
     "an owner without a head": (
         lambda k, t: k.update({"heads.owners": [0, 1, 2]}),
@@ -545,6 +548,39 @@ def test_damaged_safetensors(damage: Callable[[bytes], bytes], message: str, mod
         read_heads(heads_file, BaseModel.open(model))
 
 
+def raw_safetensors(path: Path, header: Any, data: bytes = bytes(8)) -> Path:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return path
+
+
+def entry(shape: Any = (1, 2), offsets: Any = (0, 8), dtype: Any = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        (b"[" * 200_000, "its safetensors header is no JSON: maximum recursion depth exceeded"),
+        ({"a": entry((2**62, 4), (0, 0))}, "a takes 0 bytes, its shape 73786976294838206464; download it again"),
+        ({"a": entry((10**30,), (0, 0))}, f"a takes 0 bytes, its shape {4 * 10**30}; download it again"),
+        ({"a": entry("12")}, "its safetensors header is damaged ('1' is no length and no place)"),
+        ({"a": entry((1.5, 2))}, "its safetensors header is damaged (1.5 is no length and no place)"),
+        ({"a": entry((-1, -2))}, "its safetensors header is damaged (-1 is no length and no place)"),
+        ({"a": entry((True, 2))}, "its safetensors header is damaged (True is no length and no place)"),
+        ({"a": entry(dtype=3)}, "its safetensors header is damaged (3 is no text)"),
+        ({"a": entry((2,), (8, 0))}, "a takes -8 bytes, its shape 8; download it again"),
+        ({"a": entry(), "b": entry()}, "a and b are in the same bytes; download it again"),
+        ({"__metadata__": {"top_k": 4}, "a": entry()}, "its safetensors header is damaged (4 is no text)"),
+        ({"__metadata__": [1], "a": entry()}, "its safetensors header is damaged"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_safetensors_header_is_not_taken_on_trust(header: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(SidecarError, match=re.escape(message)):
+        SafetensorsFile.open(raw_safetensors(tmp_path / "x.safetensors", header))
+
+
 def test_bf16_is_read(tmp_path: Path) -> None:
     path, header = tmp_path / "bf16.safetensors", b'{"w":{"dtype":"BF16","shape":[2],"data_offsets":[0,4]}}'
     path.write_bytes(struct.pack("<Q", len(header)) + header + bytes.fromhex("803f 20c0"))
@@ -557,6 +593,24 @@ def test_top_k_is_what_the_file_says_or_the_model(model: Path, heads_file: Path)
     save_file(trained_heads(), heads_file, {"top_k": "4"})
     assert read_heads(heads_file, base).top_k == 4
     assert read_heads(heads_file, base, top_k=1).top_k == 1
+    for said in ("-1", "x", "9" * 5000):
+        save_file(trained_heads(), heads_file, {"top_k": said})
+        with pytest.raises(
+            SidecarError, match="heads.safetensors: says that its top_k is '.*'; give it with --top-k K"
+        ):
+            read_heads(heads_file, base)
+    for number in (0, -3, EXPERTS + 1):
+        with pytest.raises(OptionError, match=f"^--top-k {number}: a token takes 1 to 32 experts of this model$"):
+            read_heads(heads_file, base, top_k=number)
+    save_file(trained_heads(), heads_file, {"top_k": "0"})
+    with pytest.raises(OptionError, match="--top-k 0: a token takes 1 to 32 experts"):
+        read_heads(heads_file, base)
+
+
+def test_heads_without_a_hidden_layer_are_refused(model: Path, heads_file: Path) -> None:
+    save_file(trained_heads(width=0), heads_file)
+    with pytest.raises(SidecarError, match=r"layers.0.fc1.weight is \[0, 192\], but heads of width 1 for"):
+        read_heads(heads_file, BaseModel.open(model))
 
 
 # LoRA that others published
@@ -656,6 +710,10 @@ PEFT_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"init_lora_weights": "pissa_niter_4"},
         "init_lora_weights='pissa_niter_4' changed the weights of the base",
     ),
+    "alpha 0": ({"lora_alpha": 0}, "adapter_config.json: its alpha is 0, and a LoRA is taken with one above 0 only"),
+    "alpha NaN": ({"lora_alpha": "nan"}, "adapter_config.json: its alpha is nan"),
+    "an alpha below 0": ({"alpha_pattern": {"q_proj": -1}}, "adapter_config.json: its alpha is -1"),
+    "no pattern": ({"rank_pattern": {"(": 4}}, r"rank_pattern or alpha_pattern is missing or malformed: missing \)"),
     "no rank": ({"r": None}, "r, lora_alpha, rank_pattern or alpha_pattern is missing or malformed"),
     "a rank that is none": (
         {"r": 3},
@@ -680,6 +738,9 @@ def test_a_peft_folder_that_is_incomplete(model: Path, tmp_path: Path) -> None:
     (folder / "adapter_config.json").write_text("[]")
     with pytest.raises(SidecarError, match="is no JSON object"):
         read_lora(folder, base)
+    (folder / "adapter_config.json").write_text("[" * 100_000)
+    with pytest.raises(SidecarError, match="is no JSON object: maximum recursion depth"):
+        read_lora(folder, base)
     peft(folder, model)
     with pytest.raises(OptionError, match="--alpha 3: .*adapter_config.json says what it is"):
         read_lora(folder, base, alpha=3)
@@ -695,6 +756,11 @@ LORA_REFUSED: dict[str, tuple[dict[str, np.ndarray], str]] = {
     "an embedding": (
         {"model.embed_tokens.lora_embedding_A": ODD},
         "LoRA of embeddings is taken from adapter GGUFs only",
+    ),
+    "two of one": (
+        {"model.layers.0.self_attn.q_proj.lora_A.default.weight": np.ones((4, D), np.float32)},
+        "q_proj.lora_A.default.weight and model.* are both lora_A of model.layers.0.self_attn.q_proj|"
+        "q_proj.lora_A.weight and model.* are both lora_A of model.layers.0.self_attn.q_proj",
     ),
     "half a pair": ({"model.layers.1.self_attn.q_proj.lora_B": ODD}, "model.layers.1.self_attn.q_proj has no lora_A"),
     "no product": (
@@ -969,6 +1035,33 @@ def test_several_adapters_with_scales_are_their_sum(folder: Path, tmp_path: Path
     assert np.abs(found - stock(model, interleaved=False)).max() > 0.1 * np.abs(expected).max()
 
 
+@pytest.mark.parametrize("scale", [math.nan, -math.inf, 1e39])
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_scale_that_is_no_number_is_refused(streaming: bool, scale: float, model: Path) -> None:
+    adapter = lora(model, ATTENTION)
+    for given in ({"lora_path": str(adapter), "lora_scale": scale}, {"lora_path": [(adapter, scale)]}):
+        with pytest.raises(OptionError, match=re.escape(f" is {scale}, which is no number to multiply with")):
+            Llama(str(model), expert_streaming=streaming, verbose=False, **given)
+
+
+def test_what_is_no_adapter_is_not_told_of_as_one(model: Path) -> None:
+    with pytest.raises(ModelError, match="llama.cpp cannot load it as a LoRA adapter for .*'adapter'"):
+        Llama(str(model), expert_streaming=PLAIN, lora_path=str(model), verbose=False)
+
+
+def test_a_lora_of_a_router_and_heads_that_route_exclude_each_other(model: Path, heads_file: Path) -> None:
+    router = lora(model, (r"ffn_gate_inp\.weight",))
+    pack(model, "heads.gguf", heads=heads_file)
+    pack(model, "both.gguf", heads=heads_file, lora=router)
+    for options in ({"prerouter": "heads.gguf", "lora_path": str(router)}, {"prerouter": "both.gguf"}):
+        with pytest.raises(
+            ModelError, match="has a LoRA of the router blk.0.ffn_gate_inp.weight, which heads take the place of"
+        ):
+            Llama(str(model), expert_streaming=PLAIN, verbose=False, **options)
+    advised = ExpertStreaming(kernels="plain", sidecar="both.gguf", prerouter="advise")
+    Llama(str(model), expert_streaming=advised, n_ctx=32, verbose=False).close()
+
+
 def test_several_adapters_work_without_streaming(model: Path) -> None:
     first, second = lora(model, ATTENTION, seed=1), lora(model, ATTENTION, seed=2)
     adapters = [(first, 0.5), (second, 0.25)]
@@ -1035,7 +1128,7 @@ def test_a_sidecar_of_another_model_is_not_loaded(model: Path, other: Path, tmp_
     [
         ({"prerouter": "m.sidecar.gguf"}, "prerouter= routes a streamed model; it needs expert_streaming"),
         ({"lora_path": [("a", "b")]}, r"expected a path, or a list of paths and of \(path, scale\)"),
-        ({"lora_path": [("a", math.nan)]}, "expected a path, or a list of paths"),
+        ({"lora_path": [("a", math.nan)]}, "lora_path: the scale of a is nan, which is no number to multiply with"),
         ({"lora_path": 5}, "lora_path=5: expected a path, or a list of paths"),
     ],
 )
@@ -1257,6 +1350,73 @@ def test_pack_that_cannot_work(
 ) -> None:
     code, out, err = sidecar_command(capsys, "pack", "-m", model, *arguments, "-o", tmp_path / "m.sidecar.gguf")
     assert (code, out) == (1, "") and message in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("alpha", ["0", "-1", "nan", "inf", "1e300", "1e-50"])
+def test_an_alpha_that_is_none(alpha: str, model: Path, tmp_path: Path, capsys: Any) -> None:
+    published(tmp_path / "lora.safetensors", base=model)
+    code, _, err = sidecar_command(
+        capsys, "pack", "-m", model, "--lora", "lora.safetensors", "--alpha", alpha, "-o", "m.gguf"
+    )
+    assert code == 1 and err == f"moestream: error: --alpha {float(alpha):g}: give a number above 0\n"
+    published(tmp_path / "lora.safetensors", base=model)
+    save_file(load_file("lora.safetensors"), "lora.safetensors", {"lora_alpha": alpha})
+    code, _, err = sidecar_command(capsys, "pack", "-m", model, "--lora", "lora.safetensors", "-o", "m.gguf")
+    assert code == 1 and f"lora.safetensors: its alpha is {float(alpha):g}, and a LoRA is taken with one above 0" in err
+
+
+def test_nothing_is_written_over_what_it_is_made_of(model: Path, heads_file: Path, tmp_path: Path, capsys: Any) -> None:
+    adapter = Path(shutil.copy(lora(model, ATTENTION), tmp_path / "adapter.gguf"))
+    folder = tmp_path / "peft"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}')
+    published(folder / "adapter_model.safetensors", base=model)
+    for arguments, out in (
+        (("pack", "--heads", heads_file), heads_file),
+        (("pack", "--lora", adapter), adapter),
+        (("pack", "--lora", folder), folder / "adapter_model.safetensors"),
+        (("pack", "--lora", folder), folder / "adapter_config.json"),
+        (("merge", "--lora", adapter), adapter),
+    ):
+        before = out.read_bytes()
+        code, _, err = sidecar_command(capsys, *arguments, "-m", model, "-o", out, "--force")
+        assert code == 1 and f"{out}: is the source itself; give the output another name" in err
+        assert out.read_bytes() == before
+
+
+def test_a_pipe_is_not_replaced_by_a_file(model: Path, heads_file: Path, tmp_path: Path, capsys: Any) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    code, _, err = sidecar_command(
+        capsys, "pack", "-m", model, "--heads", heads_file, "-o", tmp_path / "pipe", "--force"
+    )
+    assert code == 1 and "pipe: is a device or a pipe; name the file to write" in err
+    assert (tmp_path / "pipe").is_fifo()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("-t", "-1"), "--threads -1: at least one thread is needed"),
+        (("-t", "0"), "--threads 0: at least one thread is needed"),
+        (("--scale", "0"), "--scale 0: give a number other than 0"),
+        (("--scale", "nan"), "--scale nan: give a number other than 0"),
+        (("--scale", "1e30", "-t", "1", "-n", "4"), "are no numbers: give a smaller scale"),
+    ],
+)
+def test_merge_that_cannot_work(
+    arguments: tuple[str, ...], message: str, model: Path, tmp_path: Path, capsys: Any
+) -> None:
+    code, out, err = sidecar_command(
+        capsys, "merge", "-m", model, "--lora", lora(model, ATTENTION), "-o", "merged.gguf", *arguments
+    )
+    assert (code, out) == (1, "") and message in err and list(tmp_path.iterdir()) == []
+
+
+def test_halves_of_characters_are_kept_escaped(model: Path, heads_file: Path, capsys: Any) -> None:
+    pack(model, "m.gguf", heads=heads_file, provenance={"a": "\ud800"})
+    assert Sidecar.read("m.gguf").provenance["a"] == "\ud800"
+    assert sidecar_command(capsys, "unpack", "m.gguf", "-o", "out")[0] == 0
+    assert json.loads(Path("out/provenance.json").read_text())["a"] == "\ud800"
 
 
 def test_a_sidecar_is_not_written_over_its_model(model: Path, heads_file: Path, capsys: Any) -> None:

@@ -25,6 +25,7 @@ from moestream._capture import fingerprint  # noqa: E402
 from moestream.sidecar import BaseModel, Sidecar  # noqa: E402
 from moestream.train import Capture, HeadArrays, capture  # noqa: E402
 from moestream.train._run import Interrupted, cosine, load_checkpoint, save_checkpoint  # noqa: E402
+from moestream.train.curves import History, write_curves  # noqa: E402
 from moestream.train.dataset import CaptureHeader, CaptureWriter  # noqa: E402
 from moestream.train.distill import tail_aware_divergence  # noqa: E402
 from moestream.train.head_model import Head, StackedHeads, features, head_loss  # noqa: E402
@@ -93,6 +94,7 @@ def test_overlap_and_the_choice_of_owners() -> None:
     assert overlap(np.array([[0, 1], [2, 3], [4, 5]]), np.array([[1, 0], [3, 7], [6, 7]])) == (0.5, 1 / 3)
     assert worth_keeping({3: 0.2, 4: 0.4, 5: 0.7, 6: 0.39}, 0.1, 0.5) == {4, 5}
     assert worth_keeping({3: 0.2, 4: 0.4, 5: 0.7}, 0.1, 0.0) == {3, 4, 5}
+    assert worth_keeping({3: 0.2, 4: 0.1}, 0.2, 0.5) == set()
 
 
 # A dataset whose answer is known
@@ -184,6 +186,40 @@ def test_validation_is_apart_from_training(tmp_path: Path) -> None:
         split(made(tmp_path / "little", [2]), 0.1, 1)
 
 
+def test_texts_of_one_token_are_of_no_use_and_do_no_harm(tmp_path: Path) -> None:
+    one = made(tmp_path / "one", [1, 1, 40, 1])
+    train, validation = split(one, 0.25, 1)
+    assert train[0] == 2 and validation[-1] == 40 and len(validation) == 10
+    two = made(tmp_path / "two", [1] * 20 + [10, 12])
+    for seed in range(10):
+        train, validation = split(two, 0.1, seed)
+        assert sorted((len(train), len(validation))) == [9, 11]
+    with pytest.raises(TrainingError, match="none: 3 tokens are too few to train on some and to validate on others"):
+        split(made(tmp_path / "none", [1, 1, 1]), 0.1, 1)
+
+
+@pytest.mark.parametrize(("parts", "named"), [(0, 2), (8, 10), (33, 4)])
+def test_curves_are_not_hidden_by_their_names(
+    parts: int, named: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib import pyplot
+
+    figures: list[Any] = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    history = History([3.0, 2.0], [(1, 2.5), (2, 2.0)], {f"layer {n}": [2.6, 2.0 + n] for n in range(parts)})
+    write_curves(history, tmp_path / "out", "heads", "Heads", {})
+    monkeypatch.undo()
+    (axes,) = figures[0].axes
+    texts = [text.get_text() for text in axes.get_legend().get_texts()]
+    pyplot.close(figures[0])
+    assert len(axes.lines) == parts + 2 and len(texts) == named and texts[0] == "training"
+    assert (
+        texts[1:] == ["validation"]
+        if not parts
+        else texts[-2:] == [f"validation, layer {parts - 1}", "validation, mean"]
+    )
+
+
 # Training heads
 
 
@@ -256,6 +292,32 @@ def test_heads_do_not_depend_on_which_others_are_trained(data: Path, model: Path
     train_heads(data, model, tmp_path / "one.gguf", plan=QUICK, kind="F32", owners=[1])
     everything, one = (dict(Sidecar.read(tmp_path / name).matrices()) for name in ("all.gguf", "one.gguf"))
     assert all(np.abs(matrix.values() - everything[name].values()).max() < 1e-5 for name, matrix in one.items())
+
+
+def test_where_no_head_finds_more_than_chance_none_is_written(
+    data: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moestream.train.heads.overlap", lambda predicted, executed: (0.1, 0.0))
+    out = tmp_path / "out.gguf"
+    with pytest.raises(
+        TrainingError, match=r"no head finds more than chance, 2 of 8; capture more text, or name .*\(--owners\)"
+    ):
+        train_heads(data, model, out, plan=QUICK)
+    assert not out.exists() and Path(f"{out}.checkpoint").exists()
+    assert train_heads(data, model, out, plan=QUICK, owners=[0, 1, 2]).steps == 12, "the same training, gone on with"
+
+
+def test_heads_are_not_written_over_the_model(data: Path, model: Path) -> None:
+    before = model.read_bytes()
+    with pytest.raises(OptionError, match=r"gguf: is read from, as .*; give the output another name"):
+        train_heads(data, model, model, plan=QUICK)
+    assert model.read_bytes() == before
+
+
+@pytest.mark.parametrize("keep", [-0.1, 1.1, math.nan])
+def test_a_share_to_keep_is_one(keep: float, data: Path, model: Path, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=f"^keep={keep}: give a share of what the best head finds, from 0 to 1$"):
+        train_heads(data, model, tmp_path / "out.gguf", plan=QUICK, keep=keep)
 
 
 def test_training_ends_when_nothing_gets_better(data: Path, model: Path, tmp_path: Path) -> None:
@@ -385,6 +447,9 @@ def test_data_of_another_model_is_refused(data: Path, folder: Path, tmp_path: Pa
         ({"steps": 0}, "steps=0: give a number of at least 1"),
         ({"width": 0}, "width=0: give a number of at least 1"),
         ({"validation": 1.0}, "validation=1.0: give a share between 0 and 1"),
+        ({"learning_rate": math.nan}, "warm_up and weight_decay must be at least 0, learning_rate more"),
+        ({"weight_decay": math.inf}, "warm_up and weight_decay must be at least 0, learning_rate more"),
+        ({"seed": -1}, "seed=-1: give a number from 0 to 4294967295"),
         ({"learning_rate": 0.0}, "warm_up and weight_decay must be at least 0, learning_rate more"),
     ],
 )

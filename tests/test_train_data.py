@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import importlib.util
 import json
 import math
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -260,6 +262,15 @@ def truncated(name: str) -> Callable[[Path], None]:
             edited(lambda header: header.update(d=64)),
             r"hidden.0.npy: is float16 \(51, 128\), not float16 \(51, 64\) as the header says; capture the data again",
         ),
+        (
+            edited(lambda header: header.update(owners=["0"])),
+            r"header.json: 'owners' is \['0'\]; capture the data again",
+        ),
+        (edited(lambda header: header.update(tokens=-1)), "header.json: 'tokens' is -1; capture the data again"),
+        (
+            lambda data: np.save(data / "experts.1.npy", np.full((51, 2), 8, np.uint8)),
+            "experts.1.npy: names expert 8 of 8; capture it again",
+        ),
         (truncated("gate.2.npy"), "gate.2.npy: missing, truncated or damaged .*; capture the data again"),
         (
             lambda data: (data / "experts.1.npy").unlink(),
@@ -292,6 +303,20 @@ def test_a_folder_is_whole_or_not_there(tmp_path: Path) -> None:
         writer.append(rows)
         writer.append(rows)
     assert not (tmp_path / "data").exists()
+
+
+def test_what_a_capture_takes_is_allotted_before_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int, begin: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    header = CaptureHeader("m", "", "a", [0], 300, 2, 4, "softmax", 3000, 1, "", "")
+    writer = CaptureWriter(tmp_path / "data", header, np.zeros(3000, np.int32), np.zeros(1, np.int64))
+    arrays = [file for file in (tmp_path / "data.part").iterdir() if "." in file.stem]
+    assert len(arrays) == 4 and all(file.stat().st_blocks * 512 >= file.stat().st_size for file in arrays)
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OutputError, match="data: cannot be written: No space left on device"):
+        CaptureWriter(tmp_path / "data", header, np.zeros(3000, np.int32), np.zeros(1, np.int64))
+    assert writer.path == tmp_path / "data" and not list(tmp_path.iterdir())
 
 
 # A head
@@ -404,6 +429,17 @@ def test_the_command_captures_texts_and_token_ids(model: Path, tmp_path: Path) -
     assert f"{data.header.tokens} tokens of 2 texts" in run.stdout and "owners 0 to 2, 2 in all" in run.stdout
 
 
+def test_a_capture_that_was_killed_is_no_obstacle_to_the_next(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "data.part").mkdir()
+    (tmp_path / "data.part" / "hidden.0.npy").write_bytes(b"of a run that was killed")
+    np.save(tmp_path / "a.npy", np.array(SHORT))
+    command = ["train", "capture", "-m", model, "-f", tmp_path / "a.npy", "-o", tmp_path / "data", "-t", 1]
+    assert cli.main(list(map(str, command))) == 0, capsys.readouterr().err
+    assert Capture(tmp_path / "data").header.tokens == 11 and not (tmp_path / "data.part").exists()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -411,7 +447,13 @@ def test_the_command_captures_texts_and_token_ids(model: Path, tmp_path: Path) -
         (["-f", "empty.txt"], "the text empty.txt is empty: leave it out"),
         (["-f", "table.npy"], "table.npy: is float64 (2, 2), no row of token ids"),
         (["-f", "wrong.npy"], "wrong.npy: no NumPy file of token ids: "),
-        (["-f", "a.txt", "--owners", "1-x"], "--owners 1-x: give layers like 6-38 or 2,4,6-9"),
+        (["-f", "several.npy"], "several.npy: holds several arrays, not one of token ids"),
+        (["-f", "lying.npy"], "lying.npy: no NumPy file of token ids: "),
+        *[
+            (["-f", "a.txt", "--owners", owners], f"--owners {owners}: give layers like 6-38 or 2,4,6-9")
+            for owners in ("1-x", "", "2-1", "1,", "0-99999999999", "\u00b2")
+        ],
+        (["-f", "a.txt", "-o", "none/data"], "--output none/data: there is no folder none; make it first"),
         (["-f", "a.txt", "--ctx-size", "0"], "--ctx-size 0: give a number of at least 1"),
         (["-f", "a.txt", "-o", "there"], "--output there: exists already; name another folder, or remove it"),
     ],
@@ -425,6 +467,11 @@ def test_wrong_options_of_the_command_are_told_in_one_line(
     (tmp_path / "there").mkdir()
     np.save(tmp_path / "table.npy", np.eye(2))
     (tmp_path / "wrong.npy").write_bytes(b"x" * 100)
+    with open(tmp_path / "several.npy", "wb") as file:
+        np.savez(file, a=np.arange(3), b=np.arange(3))
+    with open(tmp_path / "lying.npy", "wb") as file:
+        header = {"descr": "<i8", "fortran_order": False, "shape": (10**12,)}
+        np.lib.format.write_array_header_1_0(file, header)
     run = moestream_command("train", "capture", "-m", model, *(["-o", "data"] if "-o" not in options else []), *options)
     assert run.returncode == 1 and run.stderr.startswith(f"moestream: error: {message}") and run.stderr.count("\n") == 1
     assert not (tmp_path / "data").exists()

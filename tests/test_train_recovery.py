@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -19,6 +20,7 @@ transformers = pytest.importorskip("transformers", minversion="5.0", reason="nee
 from command import moestream_command  # noqa: E402
 from factory import make  # noqa: E402
 from moestream import MoestreamError, OptionError, TrainingError  # noqa: E402
+from moestream.cli.train._texts import tokenised  # noqa: E402
 from moestream.sidecar import BaseModel, Sidecar  # noqa: E402
 from moestream.train._gguf import GgufWeights  # noqa: E402
 from moestream.train._run import Interrupted  # noqa: E402
@@ -608,10 +610,48 @@ def test_a_sidecar_without_heads_or_for_another_model_is_refused(
         train_sft(both[1], make(folder, "qwen3moe", layers=3, seed=4), sidecar, TEXTS, tmp_path / "out.gguf", plan=PLAN)
 
 
+def test_texts_of_another_tokenizer_are_refused(both: tuple[Path, Path], sidecar: Path, tmp_path: Path) -> None:
+    for texts, validation, wrong in (([[1, 2, 320]], None, 320), ([[-1, 2]], None, -1), (TEXTS, [[7, 999]], 999)):
+        with pytest.raises(TrainingError, match=f"token {wrong} does not exist: the model in .*hf has 320"):
+            train_sft(both[1], both[0], sidecar, texts, tmp_path / "out.gguf", plan=PLAN, validation=validation)
+
+
+def test_a_phase_is_not_written_over_what_it_reads(both: tuple[Path, Path], sidecar: Path) -> None:
+    for out in (sidecar, both[0]):
+        before = out.read_bytes()
+        with pytest.raises(
+            OptionError, match=f"^{re.escape(str(out))}: is read from, as .*; give the output another name"
+        ):
+            train_sft(both[1], both[0], sidecar, TEXTS, out, plan=PLAN)
+        assert out.read_bytes() == before
+
+
+def test_damaged_weights_and_tokenizers_are_told_by_their_folder(both: tuple[Path, Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(both[1], tmp_path / "hf"))
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(TrainingError, match="hf: transformers cannot load it: "):
+        load_model(folder)
+    (folder / "tokenizer.json").write_text('{"version": "1.0", "model": {"type": "none"}}')
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    with pytest.raises(
+        TrainingError, match="hf: transformers cannot load its tokenizer: .*; give token ids in .npy files"
+    ):
+        tokenised([b"words"], folder)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"batch": 0}, "batch=0: give a number of at least 1"),
+        *[
+            (
+                change,
+                "temperature and warm_up must be at least 0, top_p above 0 and at most 1, alpha, learning_rate and clip above 0",
+            )
+            for change in ({"temperature": math.nan}, {"learning_rate": math.inf}, {"alpha": math.inf})
+        ],
+        *[({"seed": seed}, f"seed={seed}: give a number from 0 to 4294967295") for seed in (-1, 2**64)],
         ({"texts": 1}, "texts=1: at least one to train on and one for validation are needed"),
         (
             {"top_p": 0.0},
@@ -649,7 +689,9 @@ def test_the_command_runs_both_phases_and_tells_what_came_of_them(
             out,
         ]
         run = moestream_command(*command, *sizes)
-        assert run.returncode == 0 and run.stderr == "", run.stderr
+        assert run.returncode == 0, run.stderr
+        losses = r"after 0 steps: loss [\d.]+ on validation\nmoestream: after 2 steps: loss [\d.]+ on validation"
+        assert re.fullmatch(rf"moestream: {losses}\n", run.stderr)
         assert (
             re.search(r"^by the heads +[\d.]+ +[\d.]+$", run.stdout, re.M)
             and f"{out}: heads and a LoRA; curves: {out}.{phase}.png" in run.stdout

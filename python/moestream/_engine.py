@@ -62,6 +62,7 @@ class Engine:
     def __init__(self, path: str, options: ExpertStreaming, *, experts_used: int = 0, sidecar: Sidecar | None = None) -> None:
         self._engine: Any = None
         self._recording = 0  # events that there is room for
+        self._head_layers = 0
         self.options = options
         reader = ffi.new("char[]", options.reader.encode())
         policy = ffi.new("char[]", options.policy.encode())
@@ -144,7 +145,7 @@ class Engine:
         except OptionError as error:
             raise OptionError(f"prerouter={prerouter!r}: the heads of {sidecar.path} do not fit {self.description.path}: {error}") from None
         what = "choose the experts of" if prerouter == "route" else "say ahead what is chosen in"
-        layers = len(heads.heads)
+        self._head_layers = layers = len(heads.heads)
         self._notes.append(f"prerouter: heads {what} {layers} layer{'s' * (layers > 1)}, from {heads.owners[0] + 1} to {heads.owners[-1] + 1}, and take {format_size(heads.size_bytes)} of memory")
 
     def sequences(self) -> Sequences | None:
@@ -359,6 +360,8 @@ class Engine:
             dropped=s.dropped,
             heads_s=s.heads_ns / 1e9,
             heads_bytes=s.heads_bytes,
+            head_layers=self._head_layers,
+            prerouter=self.options.prerouter,
             predictions=self._predictions(),
             fused_blocks=s.fused_blocks,
             ggml_blocks=s.ggml_blocks,

@@ -7,7 +7,6 @@ import ctypes
 import functools
 import inspect
 import logging
-import math
 import os
 import types
 import warnings
@@ -42,6 +41,7 @@ logger = logging.getLogger("moestream")
 _GGML_LOG_LEVEL_ERROR = 4
 
 LoraPath = str | os.PathLike[str]
+_LARGEST_SCALE = 3e38  # of a float32
 
 
 class _BufferOverride(ctypes.Structure):
@@ -304,17 +304,19 @@ def _adapters(lora_path: LoraPath | Sequence[LoraPath | tuple[LoraPath, float]] 
     """Paths of LoRA adapters and their scales; ``scale`` is of those that have none of their own.
 
     Raises:
-        OptionError: it is neither a path nor a list of such, or a scale is no number.
+        OptionError: it is neither a path nor a list of such, or a scale is no number, or none of 32 bits.
     """
     if not lora_path:
         return []
     if isinstance(lora_path, (str, os.PathLike)):
-        return [(os.fspath(lora_path), scale)]
+        lora_path = [lora_path]
     adapters = []
     for each in lora_path if isinstance(lora_path, Sequence) else (None,):
         path, own = each if isinstance(each, (tuple, list)) and len(each) == 2 else (each, scale)
-        if not isinstance(path, (str, os.PathLike)) or not isinstance(own, (int, float)) or not math.isfinite(own):
+        if not isinstance(path, (str, os.PathLike)) or not isinstance(own, (int, float)):
             raise OptionError(f"lora_path={lora_path!r}: expected a path, or a list of paths and of (path, scale)")
+        if not abs(own) <= _LARGEST_SCALE:
+            raise OptionError(f"lora_path: the scale of {os.fspath(path)} is {own}, which is no number to multiply with")
         adapters.append((os.fspath(path), float(own)))
     return adapters
 
@@ -460,13 +462,22 @@ class Llama(llama_cpp.Llama):
         """Loads LoRA adapters and has the context apply all of them. Stock knows one, and crashes on one that failed to load."""
         self.lora_path = lora_path
         if sidecar is not None and sidecar.lora is not None:
+            self._require_routers(sidecar.path, sidecar.lora.pairs)
             with in_memory(adapter_bytes(sidecar.lora, sidecar.base.architecture)) as path:
                 self._load_adapter(path, 1.0, sidecar.path)
         for path, scale in adapters:
-            if ignored := unapplied(self.metadata.get("general.architecture", ""), adapter_names(path)):
+            names = adapter_names(path)
+            self._require_routers(path, names)
+            if ignored := unapplied(self.metadata.get("general.architecture", ""), names):
                 raise ModelError(f"{path}: has a LoRA of {ignored[0]}, which llama.cpp would not apply in this model; train one without it")
             self._load_adapter(path, scale, path)
         apply_adapters(self, self.ctx)
+
+    def _require_routers(self, path: Any, names: Iterable[str]) -> None:
+        """Raises ModelError for a LoRA of a router where heads route: what they say would have it added."""
+        routers = [name for name in names if name.endswith(".ffn_gate_inp.weight")]
+        if routers and self._engine is not None and self._engine.options.prerouter == "route":
+            raise ModelError(f"{path}: has a LoRA of the router {routers[0]}, which heads take the place of; leave it out, or load with prerouter='advise' or 'off'")
 
     def _load_adapter(self, path: str, scale: float, name: Any) -> None:
         errors: list[str] = []

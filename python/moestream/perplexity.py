@@ -301,6 +301,11 @@ def _notes(
             yield (
                 "with cache-aware routing and reading ahead, figures depend on time and differ from run to run; --prefetch off makes them repeatable"
             )
+    if streaming and llm._engine.options.prerouter == "route" and tokens_at_once > 1:
+        yield (
+            f"heads route what is decoded token by token, and here {tokens_at_once} are computed together, so that the model's own routers "
+            "choose: --tokens-at-once 1 computes as decoding does"
+        )
     if save_base is not None:
         size = size_bytes(context=cut.context, n_vocab=llm.n_vocab(), chunks=cut.chunks)
         yield f"{save_base} takes {format_size(size)}: {cut.chunks * scored_tokens(cut.context)} predictions of {llm.n_vocab()} tokens"

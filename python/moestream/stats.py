@@ -64,6 +64,10 @@ class ExpertStats:
     """Computing heads, a token before their layers are routed by them or advised."""
     heads_bytes: int
     """Of their weights, read from memory for that."""
+    head_layers: int
+    """Layers that heads speak of: whose experts they choose, or, where they advise, say ahead; 0 without heads."""
+    prerouter: str
+    """As asked for: what heads are for."""
     reads: int
     """Asked of the disk: one an expert in a laid file, three in most stock ones; 0 with ``reader="mmap"``."""
     bytes_read: int

@@ -132,6 +132,11 @@ class Progress:
         """Takes the bar away for what is printed now; it comes back with the next report."""
         self._end()
 
+    def validated(self, step: int, loss: float) -> None:
+        """Prints a line on how far training is."""
+        self.hide()
+        print(f"moestream: after {step} steps: loss {loss:.4f} on validation", file=sys.stderr)
+
     def _end(self) -> None:
         if self._bar is not None:
             self._bar.close()

@@ -109,6 +109,8 @@ def _facts(generation: Generation) -> Iterator[tuple[str, str]]:
         access = "direct I/O" if stats.direct else "through the page cache"
         speed = f" at {format_size(stats.read_bandwidth)}/s" if stats.bytes_read else ""
         yield "reading", f"{stats.reader}, {access}; {format_size(stats.bytes_read)} read{speed}"
+        if stats.head_layers:
+            yield "heads", heads_told(generation.decode_stats or stats)
         if stats.guessed:
             outcomes = f"{stats.useful} there in time, {stats.late} on their way, {stats.wasted} in vain"
             yield "ahead", f"{stats.guessed} experts asked for before they were wanted: {outcomes}"
@@ -136,6 +138,16 @@ def _parts(stats: ExpertStats) -> str:
     }
     whole = sum(parts.values())
     return ", ".join(f"{name} {seconds / whole:.0%}" for name, seconds in parts.items())
+
+
+def heads_told(stats: ExpertStats) -> str:
+    """What heads do, what that cost in these tokens, and how many experts were dropped for it, which is none."""
+    what = "choose the experts of" if stats.prerouter == "route" else "say ahead what is chosen in"
+    told = f"{what} {stats.head_layers} layer{'s' if stats.head_layers > 1 else ''}"
+    if not stats.heads_bytes:
+        return f"{told}, but no token came by itself"
+    cost = f"{stats.heads_s / stats.tokens * 1e3:.3f} ms and {format_size(stats.heads_bytes // stats.tokens)} of weights a token"
+    return f"{told}: {cost}; {stats.dropped} experts dropped"
 
 
 def how_it_ended(generation: Generation) -> str:

@@ -30,12 +30,14 @@ from ..models import validation_text
 from ._interrupt import INTERRUPTED, Interrupt
 from ._model import add_model_arguments, locate
 from ._output import Progress, print_json, require_writable, versions
+from ._summary import heads_told
 from .generate import (
     add_attention_arguments,
     add_streaming_arguments,
     kv_types,
     load,
     require_adapters,
+    sidecar_options,
     size_on_disk,
 )
 
@@ -88,6 +90,9 @@ def evaluate(
     prefetch: str = "auto",
     cache_aware: float = 0.0,
     experts_used: int | None = None,
+    prerouter: str | os.PathLike[str] | None = None,
+    prerouter_mode: Literal["route", "advise", "off"] = "route",
+    force: bool = False,
     load_progress: Callable[[float], None] | None = None,
     on_note: Callable[[str], None] = lambda note: None,
     on_chunk: Callable[[Chunk], None] = lambda chunk: None,
@@ -114,6 +119,7 @@ def evaluate(
         expert_streaming: False loads the whole model, as llama_cpp.Llama does, to compare with.
         expert_cache, kernels, compute, reader, direct, verify, policy, prefetch, cache_aware, experts_used: As in
             `moestream.ExpertStreaming`.
+        prerouter, prerouter_mode, force: As in `moestream generate`.
         load_progress: Is told the share of the model that is loaded, from 0 to 1; what it raises breaks loading off. It
             is not called without `expert_streaming`.
         on_note, on_chunk, progress, should_stop: As in `moestream.evaluate`.
@@ -148,11 +154,12 @@ def evaluate(
         prefetch=prefetch,
         cache_aware=cache_aware,
         experts_used=experts_used,
+        **sidecar_options(prerouter, prerouter_mode, force),
     )
     if not expert_streaming and (streaming != ExpertStreaming() or routing_base or save_routing):
         raise OptionError(
             "--no-expert-streaming leaves no use for --expert-cache, --kernels, --compute, --reader, --direct, --verify, "
-            "--policy, --prefetch, --cache-aware, --experts-used, --routing-base and --save-routing"
+            "--policy, --prefetch, --cache-aware, --experts-used, --prerouter, --routing-base and --save-routing"
         )
     base = kl_divergence_base if kl_divergence else None
     save_base = None if kl_divergence else kl_divergence_base
@@ -172,6 +179,8 @@ def evaluate(
         path,
         streaming if expert_streaming else None,
         load_progress=load_progress if expert_streaming else None,
+        prerouter=prerouter if prerouter_mode == "route" else None,
+        force=force,
         # Its own context stays unused. What an "auto" cache leaves for it is what the evaluation takes.
         n_ctx=context,
         n_batch=at_once,
@@ -273,7 +282,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=512,
         metavar="N",
-        help="tokens computed at once at most; 1: as in decoding, on which --cache-aware depends (default: %(default)s)",
+        help="tokens computed at once at most; 1: as in decoding, on which --cache-aware and --prerouter depend (default: %(default)s)",
     )
     running.add_argument(
         "-b",
@@ -369,6 +378,8 @@ def _lines(found: Evaluated) -> Iterator[str]:
     speed = f"{len(report.chunks) * report.context / report.seconds:.1f} tok/s"
     chunks = "1 chunk" if len(report.chunks) == 1 else f"{len(report.chunks)} chunks"
     yield f"Text: {found.text}, {chunks} of {report.context} tokens, {report.tokens_at_once} at once, {speed}"
+    if report.stats is not None and report.stats.head_layers:
+        yield f"Heads: {heads_told(report.stats)}"
     yield f"Memory: {_memory(found)}"
 
 

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from ..llama import LoraPath
 
 _FLOAT_TYPES = ("f32", "f16", "bf16")
+PREROUTER_MODES = ("route", "advise", "off")
 CACHE_TYPES = (*_FLOAT_TYPES, "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 _SEED_END = 2**32 - 1  # this one means "random" to llama.cpp
 
@@ -147,6 +148,9 @@ def generate(
     prefetch: str = "auto",
     cache_aware: float = 0.0,
     experts_used: int | None = None,
+    prerouter: str | os.PathLike[str] | None = None,
+    prerouter_mode: Literal["route", "advise", "off"] = "route",
+    force: bool = False,
     on_text: Callable[[str], None] = _ignore,
     load_progress: Callable[[float], None] | None = None,
     prompt_progress: Callable[[int, int], None] = _ignore,
@@ -184,6 +188,9 @@ def generate(
             weights that are repacked stay mapped and count twice in the resident memory.
         expert_cache, kernels, compute, reader, direct, verify, policy, prefetch, cache_aware, experts_used: As in
             `moestream.ExpertStreaming`.
+        prerouter: A sidecar made for the model. Its LoRA is applied.
+        prerouter_mode: What its heads are for, as in `moestream.ExpertStreaming`.
+        force: Take a sidecar that was made for another model, if it fits.
         on_text: Is handed each piece of text as it is made.
         load_progress: Is told the share of the model that is loaded, from 0 to 1; what it raises breaks loading off. It
             is not called without `expert_streaming`.
@@ -219,11 +226,12 @@ def generate(
         prefetch=prefetch,
         cache_aware=cache_aware,
         experts_used=experts_used,
+        **sidecar_options(prerouter, prerouter_mode, force),
     )
     if not expert_streaming and streaming != ExpertStreaming():
         raise OptionError(
             "--no-expert-streaming leaves no use for --expert-cache, --kernels, --compute, --reader, --direct, --verify, "
-            "--policy, --prefetch, --cache-aware and --experts-used"
+            "--policy, --prefetch, --cache-aware, --experts-used and --prerouter"
         )
     path = locate(model, hf_repo, hf_file)
     bytes_on_disk = describe(path).bytes_on_disk if expert_streaming else size_on_disk(path)
@@ -235,6 +243,8 @@ def generate(
         path,
         streaming if expert_streaming else None,
         load_progress=load_progress if expert_streaming else None,
+        prerouter=prerouter if prerouter_mode == "route" else None,
+        force=force,
         n_ctx=ctx_size,
         n_batch=batch_size,
         n_ubatch=ubatch_size,
@@ -482,6 +492,21 @@ def add_streaming_arguments(parser: argparse.ArgumentParser) -> argparse._Argume
         help="take an expert in memory for one that is not, if its score is that little lower (0.05: 5%%), which changes "
         "what the model says (default: never)",
     )
+    streaming.add_argument(
+        "--prerouter",
+        metavar="SIDECAR",
+        help="trained heads, a LoRA, or both, made for this model; changes what it says (see moestream sidecar)",
+    )
+    streaming.add_argument(
+        "--prerouter-mode",
+        choices=PREROUTER_MODES,
+        default="route",
+        help="what its heads do in decode: choose experts a token ahead, say only what to read ahead, or nothing, which "
+        "leaves the LoRA (default: %(default)s)",
+    )
+    streaming.add_argument(
+        "--force", action="store_true", help="take a sidecar that was made for another model, if it fits"
+    )
     return streaming
 
 
@@ -630,6 +655,22 @@ def require_adapters(lora: LoraPath | Sequence[LoraPath | tuple[LoraPath, float]
         path = each[0] if isinstance(each, tuple) else each
         if not Path(path).is_file():
             raise OptionError(f"--lora: there is no file {path}")
+
+
+def sidecar_options(prerouter: str | os.PathLike[str] | None, mode: str, force: bool) -> dict[str, Any]:
+    """What `moestream.ExpertStreaming` is told of a sidecar. Where its heads are to route, `moestream.Llama` is told of it
+    besides: it may have none, but a LoRA.
+
+    Raises:
+        OptionError: There is no sidecar, but something is said of it.
+    """
+    if prerouter is not None:
+        return {"sidecar": prerouter, "prerouter": "off" if mode == "route" else mode}
+    if mode != "route":
+        raise OptionError(f"--prerouter-mode {mode}: is about the heads of a sidecar; name it with --prerouter SIDECAR")
+    if force:
+        raise OptionError("--force: is about a sidecar of another model; name it with --prerouter SIDECAR")
+    return {}
 
 
 def _scaled_adapter(text: str) -> tuple[str, float]:

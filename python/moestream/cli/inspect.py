@@ -99,6 +99,8 @@ def run(*, json: bool, layers: bool, **options: Any) -> int:
     print()
     print(shape(description))
     print(_layout(description))
+    if (beside := Path(description.path).with_suffix(".sidecar.gguf")).is_file():
+        print(f"a sidecar lies beside it: {beside.name}; moestream sidecar inspect tells what it holds")
     if layers:
         print()
         print_columns(_every_layer(description.moe_layers), right=[0, 1, -2, -1])

@@ -69,6 +69,8 @@ def check_output(path: Path, sources: Sequence[Path], *, force: bool) -> None:
         raise OutputError(f"{path}: there is no folder {path.parent}; make it first")
     if path.is_dir():
         raise OutputError(f"{path}: is a directory; name the file to write")
+    if path.exists() and not path.is_file():
+        raise OutputError(f"{path}: is a device or a pipe; name the file to write")
     if not os.access(path.parent, os.W_OK):
         raise OutputError(f"{path}: you lack the permission to write into {path.parent}")
     for source in sources:

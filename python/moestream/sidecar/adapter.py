@@ -14,9 +14,9 @@ import numpy as np
 from ..errors import ModelError, SidecarError
 from ..layout import ggml
 from ..layout.gguf_file import ARCHITECTURE, F32, STRING, open_gguf, pair
-from .format import LORA_TYPES, Lora, LoraPair, Matrix, file_matrices, file_pieces, lora_pairs
+from .format import LORA_TYPES, Lora, LoraPair, Matrix, file_matrices, file_pieces, lora_pairs, valid_alpha
 
-__all__ = ["adapter_bytes", "adapter_names", "in_memory", "read_adapter", "scaled"]
+__all__ = ["adapter_bytes", "adapter_names", "in_memory", "read_adapter", "require_alpha", "scaled"]
 
 _ALPHA, _TYPE, _KIND = "adapter.lora.alpha", "adapter.type", "general.type"
 _INVOCATION = "adapter.alora.invocation_tokens"
@@ -61,7 +61,7 @@ def adapter_names(path: str | os.PathLike[str]) -> list[str]:
         tensors = open_gguf(path).tensors
     except ModelError:
         return []
-    return list(dict.fromkeys(tensor.name.removesuffix(".lora_a").removesuffix(".lora_b") for tensor in tensors))
+    return [tensor.name.removesuffix(".lora_a") for tensor in tensors if tensor.name.endswith(".lora_a")]
 
 
 def read_adapter(path: Path) -> tuple[str, Lora]:
@@ -94,8 +94,15 @@ def read_adapter(path: Path) -> tuple[str, Lora]:
         raise SidecarError(f"{path}: has no lora_a and lora_b")
     alpha = float(about.get(_ALPHA, 0.0))
     if alpha:
+        require_alpha(path, alpha)
         return file.architecture, Lora(alpha, pairs)
     return file.architecture, scaled(pairs, dict.fromkeys(pairs, 1.0))  # what llama.cpp makes of no alpha
+
+
+def require_alpha(path: Path, alpha: float) -> None:
+    """Raises SidecarError for an alpha that a sidecar cannot have."""
+    if not valid_alpha(alpha):
+        raise SidecarError(f"{path}: its alpha is {alpha:g}, and a LoRA is taken with one above 0 only; train it anew")
 
 
 def scaled(pairs: Mapping[str, LoraPair], scales: Mapping[str, float]) -> Lora:

@@ -438,7 +438,7 @@ def _check_heads(path: Path, heads: Heads) -> None:
 def _check_lora(path: Path, lora: Lora) -> None:
     if not lora.pairs:
         raise SidecarError(f"{path}: its LoRA has no matrices; {_AGAIN}")
-    if not np.isfinite(lora.alpha) or lora.alpha <= 0:
+    if not valid_alpha(lora.alpha):
         raise SidecarError(f"{path}: {_PREFIX}lora.alpha is {lora.alpha}, which is no positive number; {_AGAIN}")
     for name, matrix in lora.matrices():
         _require(path, name, matrix, LORA_TYPES)
@@ -449,6 +449,12 @@ def _check_lora(path: Path, lora: Lora) -> None:
             raise SidecarError(
                 f"{path}: {name}.lora_a is {_shape(a)} and .lora_b is {_shape(b)}, which make no product; {_AGAIN}"
             )
+
+
+def valid_alpha(alpha: float) -> bool:
+    """Whether it is above 0, and a number also as F32."""
+    of_f32 = np.finfo(np.float32)
+    return float(of_f32.tiny) <= alpha <= float(of_f32.max)
 
 
 def _require(path: Path, name: str, matrix: Matrix, types: Mapping[str, int]) -> None:
@@ -580,15 +586,17 @@ def lora_pairs(path: Path, matrices: dict[str, Matrix]) -> dict[str, LoraPair]:
 
 def _json_text(path: Path, name: str, value: Mapping[str, Any]) -> str:
     try:
-        return json.dumps(dict(value), ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError) as exc:
+        text = json.dumps(dict(value), ensure_ascii=False, allow_nan=False)
+        return text.encode(errors="backslashreplace").decode()  # halves of characters stay escaped
+    except (TypeError, ValueError, RecursionError) as exc:
         raise SidecarError(f"{path}: its {name} is nothing that JSON can hold: {exc}") from exc
 
 
 def _json(path: Path, name: str, keys: Mapping[str, Any]) -> dict[str, Any]:
     try:
         value = json.loads(keys[name])
-    except ValueError:
+        json.dumps(value, allow_nan=False)  # no NaN, which no JSON has
+    except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
         raise SidecarError(f"{path}: {_PREFIX}{name} is no JSON object; {_AGAIN}")

@@ -16,12 +16,12 @@ import numpy.typing as npt
 
 from ..errors import OptionError, SidecarError
 from ..layout import ggml
-from .adapter import read_adapter, scaled
+from .adapter import read_adapter, require_alpha, scaled
 from .base import BaseModel, require_fit
-from .format import HEAD_TYPES, Head, Heads, Lora, LoraPair, Matrix
+from .format import HEAD_TYPES, Head, Heads, Lora, LoraPair, Matrix, valid_alpha
 from .safetensors_file import SafetensorsFile, write_safetensors
 
-__all__ = ["read_heads", "read_lora", "write_heads"]
+__all__ = ["lora_files", "read_heads", "read_lora", "write_heads"]
 
 Values = npt.NDArray[np.floating[Any]]
 
@@ -45,7 +45,7 @@ def read_heads(
         top_k: Experts a token that they were trained with; by default what the file says of itself, else the model's.
 
     Raises:
-        OptionError: No such type.
+        OptionError: No such type, or more experts a token than there are.
         SidecarError: A damaged file, one with other tensors, or heads that do not fit the model.
     """
     if type not in HEAD_TYPES:
@@ -62,13 +62,14 @@ def read_heads(
     if not by_owner:
         raise SidecarError(f"{file.path}: holds no heads")
     d, experts = model.number("embedding_length"), model.number("expert_count")
+    trained = _top_k(file, top_k, experts) or model.number("expert_used_count")
     width = 0
     heads = []
     for owner, names in sorted(by_owner.items()):
         for part in ("linear_init", "fc1", "fc2"):
             if part not in names:
                 raise SidecarError(f"{file.path}: the head of layer {owner} lacks layers.{owner}.{part}.weight")
-        width = width or (file.shapes[names["fc1"]] or (0,))[0]
+        width = width or max(1, *file.shapes[names["fc1"]][:1])
         wanted = {"linear_init": (experts, d + 2 * experts), "fc1": (width, d + 2 * experts), "fc2": (experts, width)}
         for part, shape in wanted.items():
             if file.shapes[names[part]] != shape:
@@ -87,10 +88,22 @@ def read_heads(
                 type=HEAD_TYPES[type],
             )
         )
-    trained = top_k or _integer(file.about.get("top_k")) or model.number("expert_used_count")
     done = Heads(width, experts, d, trained, tuple(heads))
     require_fit(file.path, done, None, model)
     return done
+
+
+def _top_k(file: SafetensorsFile, given: int | None, experts: int) -> int | None:
+    """What is given, else what the file says; None if neither is."""
+    said = file.about.get("top_k")
+    if given is None and said is None:
+        return None
+    if given is None and not (said.isdecimal() and len(said) <= 9):
+        raise SidecarError(f"{file.path}: says that its top_k is {said!r}; give it with --top-k K")
+    number = int(said) if given is None else given
+    if not 1 <= number <= experts:
+        raise OptionError(f"--top-k {number}: a token takes 1 to {experts} experts of this model")
+    return number
 
 
 def write_heads(path: str | os.PathLike[str], heads: Heads) -> None:
@@ -121,10 +134,12 @@ def read_lora(path: str | os.PathLike[str], model: BaseModel, *, alpha: float | 
         alpha: What is divided by the rank. Needed where the file does not say it; refused where it does.
 
     Raises:
-        OptionError: `alpha` is missing, or contradicts the file.
+        OptionError: `alpha` is missing, contradicts the file, or is none.
         SidecarError: A damaged file, or a tensor that cannot be applied, by name.
     """
     where = Path(path)
+    if alpha is not None and not valid_alpha(alpha):
+        raise OptionError(f"--alpha {alpha:g}: give a number above 0")
     if where.is_dir():
         lora = _peft(where, model, alpha)
     elif where.suffix == ".gguf" or _magic(where) == b"GGUF":
@@ -145,9 +160,16 @@ def read_lora(path: str | os.PathLike[str], model: BaseModel, *, alpha: float | 
         chosen = alpha if alpha is not None else said
         if chosen is None:
             raise OptionError(f"{where}: does not say with which alpha it was trained: give --alpha N")
+        require_alpha(where, chosen)
         lora = _converted(file, model, lambda _, rank: chosen / rank)
     require_fit(where, None, lora, model)
     return lora
+
+
+def lora_files(path: str | os.PathLike[str]) -> list[Path]:
+    """What a LoRA at a path is read from, its matrices last: of a PEFT folder two files."""
+    where = Path(path)
+    return [where / _CONFIG, where / _ADAPTER] if where.is_dir() else [where]
 
 
 @dataclass(frozen=True)
@@ -201,7 +223,7 @@ def _peft_config(path: Path) -> _Peft:
             raise ValueError("it is no object")
     except OSError as exc:
         raise SidecarError(f"{path}: cannot be read: {exc.strerror}; a PEFT folder has one") from exc
-    except ValueError as exc:
+    except (ValueError, RecursionError) as exc:
         raise SidecarError(f"{path}: is no JSON object: {exc}") from exc
     if config.get("peft_type") != "LORA":
         raise SidecarError(f"{path}: is an adapter of the kind {config.get('peft_type')}; only LORA can be applied")
@@ -218,17 +240,22 @@ def _peft_config(path: Path) -> _Peft:
             "convert the adapter to an ordinary one when saving it (path_initial_model_for_weight_conversion)"
         )
     try:
-        return _Peft(
+        made = _Peft(
             rank=int(config["r"]),
             alpha=float(config["lora_alpha"]),
             ranks={str(key): int(value) for key, value in (config.get("rank_pattern") or {}).items()},
             alphas={str(key): float(value) for key, value in (config.get("alpha_pattern") or {}).items()},
             rslora=bool(config.get("use_rslora")),
         )
-    except (AttributeError, KeyError, TypeError, ValueError) as exc:
+        for pattern in (*made.ranks, *made.alphas):
+            re.compile(pattern)
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, re.error) as exc:
         raise SidecarError(
             f"{path}: r, lora_alpha, rank_pattern or alpha_pattern is missing or malformed: {exc}"
         ) from exc
+    for value in (made.alpha, *made.alphas.values()):
+        require_alpha(path, value)
+    return made
 
 
 def _converted(file: SafetensorsFile, model: BaseModel, scale: Callable[[str, int], float]) -> Lora:
@@ -242,7 +269,8 @@ def _converted(file: SafetensorsFile, model: BaseModel, scale: Callable[[str, in
         found = re.fullmatch(r"(.+)\.lora_([AB])(?:\.default)?(?:\.weight)?", name)
         if not found:
             raise SidecarError(f"{file.path}: {name} is no lora_A or lora_B, and cannot be applied: {_why(name)}")
-        halves.setdefault(found[1], {})[found[2]] = name
+        if (first := halves.setdefault(found[1], {}).setdefault(found[2], name)) != name:
+            raise SidecarError(f"{file.path}: {first} and {name} are both lora_{found[2]} of {found[1]}")
     if not halves:
         raise SidecarError(f"{file.path}: holds no LoRA")
     names = _TensorNames(file.path, model)
@@ -412,10 +440,6 @@ def _magic(path: Path) -> bytes:
             return file.read(4)
     except OSError as exc:
         raise SidecarError(f"{path}: cannot be read: {exc.strerror}; check the path") from exc
-
-
-def _integer(text: str | None) -> int:
-    return int(text) if text is not None and text.isdecimal() else 0
 
 
 def _number(text: str | None) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from ..layout.writer import check_output, check_room
 from .adapter import adapter_bytes, in_memory
 from .base import BaseModel, check_base
 from .format import Lora, LoraPair, Sidecar
-from .imports import read_lora
+from .imports import lora_files, read_lora
 
 if TYPE_CHECKING:
     from ..llama import Llama
@@ -96,7 +97,7 @@ def merge(
         progress: Called with what is done and the share of it.
 
     Raises:
-        OptionError: A text of no tokens, or a laid model.
+        OptionError: A text of no tokens, a laid model, or a number that cannot be.
         SidecarError: The LoRA cannot be read, applied or merged.
         ModelError: The model cannot be read or run.
         OutputError: `output` cannot be written.
@@ -106,7 +107,11 @@ def merge(
         raise OptionError(f"{model}: is a laid file; merge into the stock file: moestream export {model} STOCK.gguf")
     if tokens < 1:
         raise OptionError(f"--tokens {tokens}: at least one is needed")
-    check_output(out, [file.path for file in base.model.files], force=force)
+    if threads is not None and threads < 1:
+        raise OptionError(f"--threads {threads}: at least one thread is needed")
+    if not math.isfinite(scale) or scale == 0:
+        raise OptionError(f"--scale {scale:g}: give a number other than 0")
+    check_output(out, [*(file.path for file in base.model.files), *lora_files(lora)], force=force)
     chosen = _lora(Path(lora), base, alpha)
     for name in chosen.pairs:
         if ggml.needs_imatrix(base.tensors[name][1]):
@@ -253,6 +258,8 @@ def _measured(
     inside = logits(merged, 3)
     wanted, got = (beside - plain).astype(np.float64), (inside - plain).astype(np.float64)
     square = float(np.vdot(wanted, wanted))
+    if not np.isfinite(wanted).all() or not np.isfinite(got).all():
+        raise SidecarError(f"with the LoRA the logits of {base.path} are no numbers: give a smaller scale")
     if square == 0.0:
         raise SidecarError(f"the LoRA changes no logit of this text on {base.path}: there is nothing to merge")
     return Merge(

@@ -16,7 +16,7 @@ from ..layout.writer import check_output
 from .adapter import adapter_bytes
 from .base import BaseModel
 from .format import Sidecar
-from .imports import read_heads, read_lora, write_heads
+from .imports import lora_files, read_heads, read_lora, write_heads
 
 __all__ = ["pack", "unpack"]
 
@@ -63,7 +63,10 @@ def pack(
     if lora is None and alpha is not None:
         raise OptionError(f"--alpha {alpha:g} is of a LoRA: give it with --lora FILE")
     opened = BaseModel.open(model)
-    check_output(Path(output), [file.path for file in opened.model.files], force=force)
+    inputs = [file.path for file in opened.model.files]
+    inputs += [] if heads is None else [Path(heads)]
+    inputs += [] if lora is None else lora_files(lora)
+    check_output(Path(output), inputs, force=force)
     made_of = {
         name: {"file": Path(path).name, "sha256": _sha256(Path(path))}
         for name, path in (("heads", heads), ("lora", lora))
@@ -110,16 +113,15 @@ def unpack(path: str | os.PathLike[str], folder: str | os.PathLike[str], *, forc
             file.write(adapter_bytes(sidecar.lora, sidecar.base.architecture))
     for name, value in about.items():
         with writing_whole(into / name, OutputError) as file:
-            file.write(json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n")
+            file.write(json.dumps(value, indent=2, ensure_ascii=False).encode(errors="backslashreplace") + b"\n")
     return [into / name for name in names]
 
 
 def _sha256(path: Path) -> str:
     """Of a file; of a PEFT folder, of its adapter. "" of one that is not there, which its reader tells better."""
-    file = path / "adapter_model.safetensors" if path.is_dir() else path
     digest = hashlib.sha256()
     try:
-        with open(file, "rb") as opened:
+        with open(lora_files(path)[-1], "rb") as opened:
             while piece := opened.read(1 << 20):
                 digest.update(piece)
     except OSError:

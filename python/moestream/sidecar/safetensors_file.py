@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 from collections.abc import Mapping
@@ -59,7 +60,7 @@ class SafetensorsFile:
                 header = json.loads(file.read(length))
         except OSError as exc:
             raise SidecarError(f"{where}: cannot be read: {exc.strerror}; check the path") from exc
-        except ValueError as exc:
+        except (ValueError, RecursionError) as exc:
             if isinstance(exc, SidecarError):
                 raise
             raise SidecarError(f"{where}: its safetensors header is no JSON: {exc}; download it again") from exc
@@ -69,22 +70,26 @@ class SafetensorsFile:
     def _checked(cls, path: Path, header: Any, base: int, size: int) -> SafetensorsFile:
         shapes, types, places = {}, {}, {}
         try:
-            about = dict(header.pop("__metadata__", None) or {})
+            about = {name: _text(value) for name, value in (header.pop("__metadata__", None) or {}).items()}
             for name, entry in header.items():
-                shape = tuple(int(length) for length in entry["shape"])
-                begin, end = (int(offset) for offset in entry["data_offsets"])
-                shapes[name], types[name], places[name] = shape, str(entry["dtype"]), (base + begin, end - begin)
+                begin, end = map(_count, entry["data_offsets"])
+                shapes[name], types[name] = tuple(map(_count, entry["shape"])), _text(entry["dtype"])
+                places[name] = base + begin, end - begin
         except (AttributeError, KeyError, TypeError, ValueError) as exc:
             raise SidecarError(f"{path}: its safetensors header is damaged ({exc}); download it again") from exc
         for name, (begin, length) in places.items():
             item = _SIZES.get(types[name])
-            wanted = None if item is None else item * int(np.prod(shapes[name], dtype=np.int64))
-            if begin < base or length < 0 or min(shapes[name], default=0) < 0 or wanted not in (None, length):
+            wanted = length if item is None else item * math.prod(shapes[name])
+            if length < 0 or wanted != length:
                 raise SidecarError(f"{path}: {name} takes {length} bytes, its shape {wanted}; download it again")
             if begin + length > size:
                 raise SidecarError(
                     f"{path}: truncated: {name} ends at byte {begin + length}, the file at {size}; download it again"
                 )
+        in_order = sorted(places, key=places.__getitem__)
+        for one, other in zip(in_order, in_order[1:], strict=False):
+            if sum(places[one]) > places[other][0]:
+                raise SidecarError(f"{path}: {one} and {other} are in the same bytes; download it again")
         return cls(path, about, shapes, types, places)
 
     def read(self, name: str) -> npt.NDArray[np.floating[Any]]:
@@ -111,6 +116,18 @@ class SafetensorsFile:
         else:
             values = np.frombuffer(data, f"<f{_SIZES[type]}")
         return values.reshape(self.shapes[name])
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is no length and no place")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is no text")
+    return value
 
 
 def write_safetensors(

@@ -6,16 +6,16 @@ import hashlib
 import io
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .._whole_file import writing_whole
-from ..errors import TrainingError
+from ..errors import OptionError, TrainingError
 
-__all__ = ["Interrupted", "cosine", "load_checkpoint", "save_checkpoint"]
+__all__ = ["Interrupted", "cosine", "load_checkpoint", "remove_checkpoint", "require_other", "save_checkpoint"]
 
 _MAGIC = b"moestream training checkpoint 1\n"
 _REMEDY = "remove it to begin anew"
@@ -23,6 +23,12 @@ _REMEDY = "remove it to begin anew"
 
 class Interrupted(KeyboardInterrupt):
     """Training was asked to stop. The message says where the checkpoint is that it goes on from."""
+
+
+def require_other(out: str | os.PathLike[str], inputs: Iterable[Path]) -> None:
+    """Raises OptionError if what is to be written is one of the files that are read."""
+    if found := next((file for file in inputs if file.exists() and Path(out).exists() and file.samefile(out)), None):
+        raise OptionError(f"{out}: is read from, as {found}; give the output another name")
 
 
 def cosine(step: int, steps: int, warm_up: int, floor: float = 0.02) -> float:

@@ -17,6 +17,8 @@ from ..errors import OutputError
 
 __all__ = ["History", "curve_files", "write_curves"]
 
+_NAMED_PARTS = 8
+
 
 @dataclass
 class History:
@@ -73,19 +75,25 @@ def write_curves(
         if history.train:
             smooth = np.convolve(history.train, np.ones(width) / width, mode="valid")
             label = f"training, mean of {width} steps" if width > 1 else "training"
-            axes.plot(np.arange(width, len(history.train) + 1), smooth, color="tab:blue", alpha=0.6, label=label)
+            at = np.arange(width, len(history.train) + 1)
+            axes.plot(at, smooth, color="tab:blue", alpha=0.6, zorder=3, label=label)
         steps = [step for step, _ in history.validation]
+        last = len(history.parts) - 1
         for number, (name, losses) in enumerate(history.parts.items()):
-            shade = 0.3 + 0.6 * number / max(1, len(history.parts) - 1)
+            named = last < _NAMED_PARTS or number in (0, last)  # the names of all would hide what they name
             axes.plot(
-                steps, losses, linewidth=0.8, color=pyplot.get_cmap("viridis")(shade), label=f"validation, {name}"
+                steps,
+                losses,
+                linewidth=0.8,
+                color=pyplot.get_cmap("viridis")(0.3 + 0.6 * number / max(1, last)),
+                label=f"validation, {name}" if named else None,
             )
-        axes.plot(
-            steps, [loss for _, loss in history.validation], "o-", markersize=3, color="tab:red", label="validation"
-        )
+        label = "validation, mean" if history.parts else "validation"
+        losses = [loss for _, loss in history.validation]
+        axes.plot(steps, losses, "o-", markersize=3, color="tab:red", zorder=4, label=label)
         axes.set(xlabel="steps", ylabel="loss, nats a token", title=title)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize="small", ncols=2 if len(history.parts) > 8 else 1)
+        axes.legend(fontsize="small")
         picture = io.BytesIO()
         figure.savefig(picture, format="png", metadata={"Software": None})
     finally:

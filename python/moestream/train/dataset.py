@@ -103,6 +103,11 @@ class Capture:
                 f"{self.path / 'starts.npy'}: the starts of its texts do not ascend from 0 to its last token; capture it again"
             )
         self._arrays = {name: self._array(name, *expected) for name, expected in self.header.arrays().items()}
+        for name, array in self._arrays.items():
+            if name.startswith("experts.") and array.max() >= self.header.n_experts:
+                raise TrainingError(
+                    f"{self.path / name}.npy: names expert {array.max()} of {self.header.n_experts}; capture it again"
+                )
 
     def hidden(self, layer: int) -> npt.NDArray[np.float16]:
         return self._layer("hidden", layer)
@@ -176,12 +181,18 @@ class CaptureWriter:
             self._part.mkdir()
             np.save(self._part / "tokens.npy", tokens)
             np.save(self._part / "starts.npy", starts)
-            self._arrays = {
-                name: np.lib.format.open_memmap(self._part / f"{name}.npy", mode="w+", dtype=kind, shape=shape)
-                for name, (kind, shape) in header.arrays().items()
-            }
+            self._arrays = {name: self._array(name, kind, shape) for name, (kind, shape) in header.arrays().items()}
         except OSError as exc:
+            shutil.rmtree(self._part, ignore_errors=True)
             raise OutputError(f"{self.path}: cannot be written: {exc.strerror or exc}") from exc
+
+    def _array(self, name: str, kind: Any, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+        file = self._part / f"{name}.npy"
+        array = np.lib.format.open_memmap(file, mode="w+", dtype=kind, shape=shape)
+        if hasattr(os, "posix_fallocate"):  # a disk that is full says so here; where the pages are written it would be a signal
+            with open(file, "r+b") as opened:
+                os.posix_fallocate(opened.fileno(), 0, os.fstat(opened.fileno()).st_size)
+        return array
 
     def append(self, rows: dict[str, npt.NDArray[Any]]) -> None:
         """Adds the rows of the next tokens, one array for each of `header.arrays()`."""
@@ -252,6 +263,8 @@ def _read_header(path: Path) -> CaptureHeader:
         )
     kinds = {"str": str, "int": int, "list[int]": list}
     for name, kind in known.items():
-        if not isinstance(header[name], kinds[str(kind)]):
+        value = header[name]
+        whole = value if kind == "list[int]" and isinstance(value, list) else [value] if kind == "int" else []
+        if not isinstance(value, kinds[str(kind)]) or any(type(one) is not int or one < 0 for one in whole):
             raise TrainingError(f"{file}: {name!r} is {header[name]!r}; capture the data again")
     return CaptureHeader(**header)

@@ -39,6 +39,7 @@ def train_distill(
     plan: LoraPlan | None = None,
     validation: Sequence[Sequence[int]] | None = None,
     experts_used: int | None = None,
+    on_validation: Callable[[int, float], None] = lambda step, loss: None,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> LoraResult:
@@ -58,6 +59,7 @@ def train_distill(
         plan,
         validation=validation,
         experts_used=experts_used,
+        on_validation=on_validation,
         progress=progress,
         should_stop=should_stop,
     )

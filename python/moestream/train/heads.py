@@ -39,7 +39,7 @@ from .._capture import fingerprint
 from ..errors import OptionError, TrainingError
 from ..sidecar import Sidecar
 from ._gguf import GgufWeights
-from ._run import Interrupted, cosine, load_checkpoint, remove_checkpoint, save_checkpoint
+from ._run import Interrupted, cosine, load_checkpoint, remove_checkpoint, require_other, save_checkpoint
 from .curves import History, write_curves
 from .dataset import Capture
 from .head_arrays import HeadArrays, multi_hot, packed, require_type
@@ -128,8 +128,11 @@ def train_heads(
     """
     plan = plan or HeadPlan()
     require_type(kind)
+    if not 0 <= keep <= 1:
+        raise OptionError(f"keep={keep}: give a share of what the best head finds, from 0 to 1")
     capture = data if isinstance(data, Capture) else Capture(data)
     weights = GgufWeights(model)
+    require_other(out, [file.path for file in weights.model.model.files])
     if fingerprint(file.path for file in weights.model.model.files) != capture.header.model_hash:
         raise TrainingError(
             f"{capture.path}: was captured from {capture.header.model}, not from {model}; name that model, or capture this one"
@@ -165,6 +168,10 @@ def train_heads(
         if owners is not None
         else worth_keeping({q["layer"]: q["recall"] for q in measured}, head.top_k / head.n_experts, keep)
     )
+    if not kept:
+        raise TrainingError(
+            f"no head finds more than chance, {head.top_k} of {head.n_experts}; capture more text, or name the layers whose heads are kept (--owners)"
+        )
     found = tuple(OwnerQuality(**one, kept=one["layer"] in kept) for one in measured)
     about = {
         "phase": "heads",
@@ -194,21 +201,22 @@ def split(capture: Capture, share: float, seed: int) -> tuple[npt.NDArray[np.int
     """Tokens t to train on and to validate on; each has a next token in its text.
 
     Whole texts are kept apart, drawn with the seed until they have the share; of a single text it is the end, and the token
-    before that is left out, because its target is in it.
+    before that is left out, because its target is in it. Texts of one token count for nothing.
 
     Raises:
         TrainingError: One of both would be empty.
     """
-    lengths = np.array([text.stop - text.start for text in capture.texts()])
-    if len(lengths) == 1:
+    texts = [i for i, text in enumerate(capture.texts()) if text.stop - text.start > 1]
+    lengths = np.array([text.stop - text.start for text in capture.texts()])[texts]
+    if len(texts) < 2:
         pairs = capture.pairs()
         cut = len(pairs) - round(share * len(pairs))
         train, validation = pairs[: max(0, cut - 1)], pairs[cut:]
     else:
-        order = np.random.default_rng(seed).permutation(len(lengths))
+        order = np.random.default_rng(seed).permutation(len(texts))
         apart = int(np.searchsorted(np.cumsum(lengths[order]), share * lengths.sum())) + 1
-        apart = min(apart, len(lengths) - 1)
-        train, validation = (capture.pairs(sorted(part.tolist())) for part in (order[apart:], order[:apart]))
+        apart = min(apart, len(texts) - 1)
+        train, validation = (capture.pairs(sorted(texts[i] for i in part)) for part in (order[apart:], order[:apart]))
     if not len(train) or not len(validation):
         raise TrainingError(
             f"{capture.path}: {capture.header.tokens} tokens are too few to train on some and to validate on others; capture more text"
@@ -220,10 +228,10 @@ def worth_keeping(recall: dict[int, float], chance: float, keep: float) -> set[i
     """The layers whose head finds, beyond chance, at least the share `keep` of what the best head finds beyond chance.
 
     Early layers route by the token itself, which a head does not know, and predict badly; how many they are depends on the
-    model. They keep their own gate.
+    model. They keep their own gate. None is worth it where the best finds no more than chance.
     """
     best = max(recall.values()) - chance
-    return {layer for layer, found in recall.items() if found - chance >= keep * best}
+    return {layer for layer, found in recall.items() if best > 0 and found - chance >= keep * best}
 
 
 def overlap(predicted: npt.NDArray[np.integer], executed: npt.NDArray[np.integer]) -> tuple[float, float]:

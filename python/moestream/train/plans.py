@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from ..errors import OptionError
 
 __all__ = ["HeadPlan", "LoraPlan"]
+
+
+def _require_seed(seed: int) -> None:
+    if not 0 <= seed < 2**32:
+        raise OptionError(f"seed={seed}: give a number from 0 to {2**32 - 1}")
 
 
 @dataclass(frozen=True)
@@ -35,8 +41,9 @@ class HeadPlan:
                 raise OptionError(f"{name}={getattr(self, name)}: give a number of at least 1")
         if self.width is not None and self.width < 1:
             raise OptionError(f"width={self.width}: give a number of at least 1")
-        if self.warm_up < 0 or self.weight_decay < 0 or self.learning_rate <= 0:
+        if self.warm_up < 0 or not 0 <= self.weight_decay < math.inf or not 0 < self.learning_rate < math.inf:
             raise OptionError("warm_up and weight_decay must be at least 0, learning_rate more")
+        _require_seed(self.seed)
         if not 0 < self.validation < 1:
             raise OptionError(f"validation={self.validation}: give a share between 0 and 1")
 
@@ -87,16 +94,17 @@ class LoraPlan:
         if self.texts < 2:
             raise OptionError(f"texts={self.texts}: at least one to train on and one for validation are needed")
         if (
-            self.temperature < 0
+            not 0 <= self.temperature < math.inf
             or not 0 < self.top_p <= 1
-            or not self.alpha > 0
-            or not self.learning_rate > 0
+            or not 0 < self.alpha < math.inf
+            or not 0 < self.learning_rate < math.inf
             or not self.clip > 0
             or self.warm_up < 0
         ):
             raise OptionError(
                 "temperature and warm_up must be at least 0, top_p above 0 and at most 1, alpha, learning_rate and clip above 0"
             )
+        _require_seed(self.seed)
 
     @property
     def held_out(self) -> int:

@@ -22,7 +22,7 @@ from .._capture import fingerprint
 from .._whole_file import writing_whole
 from ..errors import OutputError, TrainingError
 from ..sidecar import Sidecar, sidecar_for
-from ._run import Interrupted, cosine, load_checkpoint, remove_checkpoint, save_checkpoint
+from ._run import Interrupted, cosine, load_checkpoint, remove_checkpoint, require_other, save_checkpoint
 from .curves import History, write_curves
 from .head_arrays import unpacked
 from .plans import LoraPlan
@@ -141,12 +141,14 @@ class Recovery:
         *,
         validation: Sequence[Sequence[int]] | None,
         experts_used: int | None,
+        on_validation: Callable[[int, float], None],
         progress: Callable[[str, int, int], None],
         should_stop: Callable[[], bool],
     ) -> None:
         torch.set_num_threads(plan.threads)
         self.phase, self.plan, self.out, self.model_path = phase, plan, Path(out), Path(model)
-        self.progress, self.should_stop = progress, should_stop
+        self.on_validation, self.progress, self.should_stop = on_validation, progress, should_stop
+        require_other(out, [Path(model), Path(sidecar)])
         self.sidecar = sidecar_for(model, sidecar)
         if self.sidecar.heads is None:
             raise TrainingError(
@@ -154,6 +156,7 @@ class Recovery:
             )
         self.teacher = load_model(folder)
         self.student = load_model(folder, weights=model, heads=unpacked(self.sidecar.heads), experts_used=experts_used)
+        _require_tokens([*texts, *(validation or ())], self.teacher.hf.config.vocab_size, folder)
         self.checkpoint = Path(f"{os.fspath(out)}.checkpoint")
         prompts = draw_prompts(texts, plan.texts, plan.prompt_tokens, plan.seed)
         self.prompts = prompts[plan.held_out :]
@@ -246,6 +249,7 @@ class Recovery:
         else:
             lowest = validate()
             history.validation.append((0, lowest))
+            self.on_validation(0, lowest)
         begun, earlier, saved = time.monotonic(), history.seconds, time.monotonic()
 
         def save() -> None:
@@ -279,6 +283,7 @@ class Recovery:
             if done % plan.validate_every == 0 or done == plan.steps:
                 now = validate()
                 history.validation.append((done, now))
+                self.on_validation(done, now)
                 since = 0 if now < lowest else since + 1
                 if now < lowest:
                     lowest, best = now, [parameter.detach().clone() for parameter in parameters]
@@ -316,6 +321,12 @@ def _windows(texts: Sequence[Sequence[int]], length: int) -> npt.NDArray[np.int6
             f"no validation text has {length} tokens: give a longer one, or fewer prompt and new tokens"
         )
     return np.stack(found[:: max(1, -(-len(found) // _MEASURED_WINDOWS))])
+
+
+def _require_tokens(texts: Sequence[Sequence[int]], count: int, folder: str | os.PathLike[str]) -> None:
+    for text in texts:
+        if len(text) and not 0 <= (wrong := min(text) if min(text) < 0 else max(text)) < count:
+            raise TrainingError(f"token {wrong} does not exist: the model in {folder} has {count}; give texts of its tokenizer")
 
 
 def _hash_of(file: Path) -> str:

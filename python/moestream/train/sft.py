@@ -34,6 +34,7 @@ def train_sft(
     plan: LoraPlan | None = None,
     validation: Sequence[Sequence[int]] | None = None,
     experts_used: int | None = None,
+    on_validation: Callable[[int, float], None] = lambda step, loss: None,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> LoraResult:
@@ -49,6 +50,7 @@ def train_sft(
         out: The sidecar; OUT.sft.json and OUT.sft.png are the curves.
         validation: Tokens of texts to measure perplexity and divergence on, before and after.
         experts_used: K in place of the model's own, for the student.
+        on_validation: Is told steps done and the loss on what is held out.
         progress: Is told what is done ("teacher" writes, "training"), and how much of how much.
         should_stop: Is asked between steps; then all is kept and `Interrupted` raised.
 
@@ -68,6 +70,7 @@ def train_sft(
         plan,
         validation=validation,
         experts_used=experts_used,
+        on_validation=on_validation,
         progress=progress,
         should_stop=should_stop,
     )

@@ -345,7 +345,7 @@ def load_model(
     logging.disable_progress_bar()
     try:
         hf = AutoModelForCausalLM.from_pretrained(os.fspath(folder), dtype=torch.float32, local_files_only=True)
-    except (OSError, ValueError, KeyError) as exc:
+    except Exception as exc:  # of many kinds, those of safetensors among them
         raise TrainingError(f"{folder}: transformers cannot load it: {exc}") from exc
     finally:
         if bars:

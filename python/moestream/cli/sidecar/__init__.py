@@ -7,6 +7,7 @@ a LoRA, which is applied unmerged. docs/sidecar.md describes it.
   moestream sidecar pack -m MODEL.gguf --heads HEADS --lora ADAPTER -o SIDECAR
   moestream sidecar inspect SIDECAR -m MODEL.gguf
   moestream sidecar unpack SIDECAR -o FOLDER
+  moestream generate -m MODEL.gguf --prerouter SIDECAR -p "The library is"
 """
 
 from . import inspect, merge, pack, unpack

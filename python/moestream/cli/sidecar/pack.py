@@ -59,7 +59,7 @@ def _json(option: str, path: str | None) -> dict[str, Any] | None:
         value = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as exc:
         raise OptionError(f"{option} {path}: cannot be read: {exc.strerror}") from exc
-    except ValueError as exc:
+    except (ValueError, RecursionError) as exc:
         raise OptionError(f"{option} {path}: is no JSON: {exc}") from exc
     if not isinstance(value, dict):
         raise OptionError(f"{option} {path}: is no JSON object")

@@ -1,8 +1,8 @@
 """Train heads that predict routing, and the LoRA that recovers what that costs.
 
 First what a model does on some text is captured, which needs the GGUF alone,
-streamed; then the phases, which need the extra `train` (PyTorch). Each goes on
-where it was interrupted, given the same command.
+streamed; then the phases, which need the extra `train` (PyTorch). A phase that
+was interrupted goes on where it was, given the same command.
 
   moestream train capture -m MODEL.gguf -f text.txt -o data
   moestream train heads -m MODEL.gguf -d data -o heads.gguf

@@ -31,7 +31,7 @@ _PLAN = (
     ("alpha", float, "of a new LoRA"),
     ("top_k", int, "distill: tokens of the teacher that are compared one by one"),
     ("learning_rate", float, "at its highest"),
-    ("validate_every", int, "steps"),
+    ("validate_every", int, "steps from one to the next"),
     ("patience", int, "validations without progress, then training ends"),
     ("seed", int, "of all that is drawn"),
 )
@@ -50,6 +50,7 @@ def trained(
     output: str | os.PathLike[str],
     experts_used: int | None,
     threads: int | None,
+    on_validation: Callable[[int, float], None],
     progress: Callable[[str, int, int], None],
     should_stop: Callable[[], bool],
     **plan: Any,
@@ -73,6 +74,7 @@ def trained(
         plan=options,
         validation=held,
         experts_used=experts_used,
+        on_validation=on_validation,
         progress=progress,
         should_stop=should_stop,
     )
@@ -89,7 +91,13 @@ def show(function: Callable[..., LoraResult], *, json: bool, output: str, **opti
                 name, unit = names[what]
                 progress.show(name, done, total, unit=unit)
 
-            result = function(**options, output=output, progress=told, should_stop=interrupt.requested)
+            result = function(
+                **options,
+                output=output,
+                on_validation=progress.validated,
+                progress=told,
+                should_stop=interrupt.requested,
+            )
     except KeyboardInterrupt as stop:
         print(f"moestream: {stop or 'interrupted'}", file=sys.stderr)
         return INTERRUPTED
@@ -148,13 +156,13 @@ def add_recovery_arguments(parser: argparse.ArgumentParser) -> None:
         "--experts-used",
         type=int,
         metavar="K",
-        help="experts that a token takes in each layer (default: the model's own)",
+        help="experts that a token of the student takes in each layer (default: the model's own)",
     )
     training = parser.add_argument_group("training")
     for name, kind, what in _PLAN:
         training.add_argument(
-            f"--{name.replace('_', '-')}",
             *(("-s",) if name == "seed" else ()),
+            f"--{name.replace('_', '-')}",
             type=kind,
             default=getattr(LoraPlan, name),
             metavar="X" if kind is float else "N",

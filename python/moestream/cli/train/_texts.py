@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,7 +29,9 @@ def read_texts(paths: Sequence[str | os.PathLike[str]]) -> list[Text]:
 def _text(path: Path) -> Text:
     try:
         if path.suffix == ".npy":
-            tokens = np.load(path, allow_pickle=False)
+            tokens = np.load(path, mmap_mode="r", allow_pickle=False)  # mapped: its header may lie about its size
+            if not isinstance(tokens, np.ndarray):
+                raise OptionError(f"{path}: holds several arrays, not one of token ids")
             if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not len(tokens):
                 raise OptionError(f"{path}: is {tokens.dtype} {tokens.shape}, no row of token ids")
             return tokens.tolist()
@@ -60,7 +63,7 @@ def tokenised(texts: Sequence[Text], folder: str | os.PathLike[str]) -> list[lis
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(os.fspath(folder), local_files_only=True)
-    except (OSError, ValueError, KeyError) as exc:
+    except Exception as exc:  # of many kinds, and of the package tokenizers plain ones
         raise TrainingError(
             f"{folder}: transformers cannot load its tokenizer: {exc}; give token ids in .npy files"
         ) from exc
@@ -83,11 +86,10 @@ def layers(value: str | None) -> list[int] | None:
     found: list[int] = []
     for part in value.split(","):
         first, dash, last = part.partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()):
+        last = last if dash else first
+        if not re.fullmatch(r"\d{1,4} \d{1,4}", f"{first} {last}", re.ASCII) or int(last) < int(first):
             raise OptionError(f"--owners {value}: give layers like 6-38 or 2,4,6-9")
-        found += range(int(first), int(last or first) + 1)
-    if not found:
-        raise OptionError(f"--owners {value}: names no layer")
+        found += range(int(first), int(last) + 1)
     return sorted(set(found))
 
 

@@ -101,9 +101,9 @@ def capture(
 
 def run(*, output: str, **options: Any) -> int:
     """Runs `capture` for the command line and returns the exit code."""
-    require_writable(str(Path(output).absolute()) + ".part")
     if Path(output).exists():
         raise OptionError(f"--output {output}: exists already; name another folder, or remove it")
+    require_writable(output)
     started = time.perf_counter()
     try:
         with Interrupt() as interrupt, Progress(interrupt.requested) as progress:

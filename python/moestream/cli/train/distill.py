@@ -50,6 +50,7 @@ def distill(
     patience: int = LoraPlan.patience,
     seed: int = LoraPlan.seed,
     threads: int | None = None,
+    on_validation: Callable[[int, float], None] = lambda step, loss: None,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> LoraResult:
@@ -62,7 +63,7 @@ def distill(
         file, validation: Files of text, or of token ids (`.npy`).
         output: The sidecar to write.
         threads: By default one per physical core this process may use.
-        sidecar, experts_used, progress, should_stop: As in `moestream.train.distill.train_distill`; the others as in its `LoraPlan`.
+        sidecar, experts_used, on_validation, progress, should_stop: As in `moestream.train.distill.train_distill`; the others as in its `LoraPlan`.
 
     Raises:
         MoestreamError: The options or the files are no good, or do not belong together.

@@ -103,15 +103,10 @@ def run(*, json: bool, output: str, **options: Any) -> int:
     require_writable(output)
     try:
         with Interrupt() as interrupt, Progress(interrupt.requested) as progress:
-
-            def validated(step: int, loss: float) -> None:
-                progress.hide()
-                print(f"moestream: after {step} steps: loss {loss:.4f} on validation", file=sys.stderr)
-
             result = heads(
                 **options,
                 output=output,
-                on_validation=validated,
+                on_validation=progress.validated,
                 progress=lambda done, total: progress.show("training", done, total, unit="steps"),
                 should_stop=interrupt.requested,
             )
@@ -157,7 +152,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     training = parser.add_argument_group("training")
     training.add_argument(
-        "--width", type=int, metavar="N", help="of the hidden layer (default: a quarter of the state's)"
+        "--width", type=int, metavar="N", help="of the hidden layer (default: a quarter of the state's, 32 at least)"
     )
     training.add_argument(
         "--steps", type=int, default=HeadPlan.steps, metavar="N", help="at most (default: %(default)s)"
@@ -173,7 +168,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="at its highest (default: %(default)s)",
     )
     training.add_argument(
-        "--validate-every", type=int, default=HeadPlan.validate_every, metavar="N", help="steps (default: %(default)s)"
+        "--validate-every", type=int, default=HeadPlan.validate_every, metavar="N", help="steps from one to the next (default: %(default)s)"
     )
     training.add_argument(
         "--patience",
@@ -182,7 +177,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="validations without progress, then training ends (default: %(default)s)",
     )
-    training.add_argument("-s", "--seed", type=int, default=HeadPlan.seed, metavar="N", help="(default: %(default)s)")
+    training.add_argument("-s", "--seed", type=int, default=HeadPlan.seed, metavar="N", help="of all that is drawn (default: %(default)s)")
     training.add_argument("-t", "--threads", type=int, metavar="N", help="threads (default: the physical cores)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
