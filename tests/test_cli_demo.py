@@ -23,6 +23,7 @@ from moestream.cli import _apart, _beside
 from moestream.cli import demo as command
 from moestream.cli.demo import RESIDENT, STREAMED, Comparison, demo
 from moestream.cli.generate import Generation, generate
+from synthetic.heads import make_sidecar
 
 PROMPT = "The library is"
 HEADINGS = ("Streamed from the disk", "All in memory")
@@ -60,6 +61,55 @@ def saying(monkeypatch: pytest.MonkeyPatch, written: tuple[Generation, Generatio
         monkeypatch.setattr(command, "generate_apart", generate_apart)
 
     return say
+
+
+# Routed by heads
+
+
+@pytest.fixture(scope="module")
+def with_sidecar(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = make(tmp_path_factory.mktemp("routed"), "qwen3moe", experts=32)
+    make_sidecar(model, model.with_suffix(command.BESIDE))
+    return model
+
+
+def test_heads_route_the_second_text(with_sidecar: Path) -> None:
+    run = moestream_command("demo", "-m", with_sidecar, "-n", 24, "-t", 1, "--json", "--prerouter")
+    assert run.returncode == 0 and run.stderr == "", run.stderr
+    value = json.loads(run.stdout)
+    plain, routed = (value[arm]["experts"]["decode"] for arm in ("streamed", "predicted"))
+    assert value["resident"] is None and value["identical"] is False
+    assert plain["heads_bytes"] == 0 and routed["heads_bytes"] > 0 and routed["useful"] > 0
+    assert routed["dropped"] == 0
+    same = value["first_difference"]
+    assert same >= 1, "the first step is the model's own"
+    assert value["streamed"]["tokens"][:same] == value["predicted"]["tokens"][:same]
+
+
+def test_both_texts_and_what_heads_cost_are_shown(with_sidecar: Path) -> None:
+    sidecar = with_sidecar.with_suffix(command.BESIDE)
+    args = ("demo", "-m", with_sidecar, "-n", 12, "-t", 1, "--prerouter", sidecar)
+    run = moestream_command(*args, COLUMNS="100")
+    assert run.returncode == 0, run.stderr
+    rows = run.stdout.splitlines()
+    assert rows.index("Streamed, routed by the model") < rows.index("Streamed, routed by heads")
+    verdict = " ".join(run.stdout.split())
+    assert "so the texts part at token" in verdict and "; 0 experts that they chose were left out." in verdict
+    shown = {row.split()[0]: row for row in rows[rows.index("") :] if row}
+    assert re.search(r"by routers +by heads$", run.stdout, re.M)
+    assert re.match(r"heads +- +\d+%  of that time", shown["heads"])
+
+
+def test_a_sidecar_that_is_not_there_is_asked_for(model: Path) -> None:
+    run = moestream_command("demo", "-m", model, "--prerouter")
+    name = model.with_suffix(command.BESIDE).name
+    wanted = f"moestream: error: --prerouter: there is no {name} beside {model}; name a sidecar: --prerouter SIDECAR\n"
+    assert (run.returncode, run.stdout, run.stderr) == (1, "", wanted)
+    run = moestream_command("demo", "-m", model, "--force")
+    assert (
+        run.stderr
+        == "moestream: error: --force: is about a sidecar of another model; name it with --prerouter SIDECAR\n"
+    )
 
 
 # Both texts
