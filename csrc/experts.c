@@ -7,6 +7,7 @@
 
 #include "clock.h"
 #include "ggml-cpu.h"
+#include "head_routing.h"
 #include "message.h"
 #include "neuron_major.h"
 #include "tensor.h"
@@ -158,15 +159,6 @@ static void record(const struct ms_experts *experts, const struct ms_experts_mod
     ms_timeline_add(model->timeline, &event);
 }
 
-/* An evaluation begins: whose it is, and so what is known of it. Out of memory is as if nothing were. */
-static void enter_heads(struct ms_experts *experts, const struct ms_experts_model *model, int n_tokens) {
-    if (!model->heads) return;
-    if (!ms_head_states_enter(experts->heads, model->heads, n_tokens)) ms_head_states_enter(experts->heads, model->heads, -1);
-    bool known = ms_head_states_know_all(experts->heads);
-    ms_prerouter_settle(experts->prerouter, ms_heads_route(model->heads) && known ? model->heads : NULL);
-    if (!known) ms_prerouter_withdraw_advice(experts->prerouter, model->prerouter);
-}
-
 static void arrive(struct ms_experts *experts, const struct ms_experts_model *model, struct step step, int n_tokens) {
     bool new_batch = begins_batch(experts, step);
     if (new_batch) {
@@ -174,7 +166,7 @@ static void arrive(struct ms_experts *experts, const struct ms_experts_model *mo
         experts->batch_ns = ms_now_ns();
         experts->batch_wait_ns = 0;
         experts->state = NULL;
-        enter_heads(experts, model, n_tokens);
+        ms_head_routing_enter(experts->heads, model->heads, experts->prerouter, model->prerouter, n_tokens);
     }
     experts->n_tokens = n_tokens;
     experts->last_step = number_of(step);
@@ -333,7 +325,7 @@ static enum ggml_status compute_others(struct ms_experts *experts, const struct 
             router = step;
             router_tokens = (int)ggml_graph_node(graph, i)->ne[1];
         }
-        int predicted = step.kind == STEP_ROUTER && ms_heads_route(model->heads) ? ms_head_states_predicted(experts->heads, model->heads, step.layer, router_tokens) : 0;
+        int predicted = step.kind == STEP_ROUTER ? ms_head_routing_predicted(experts->heads, model->heads, step.layer, router_tokens) : 0;
         if (predicted > 0) {
             enum ggml_status status = compute_predicted(experts, model, graph, first, i, step.layer, predicted == router_tokens, &spent);
             if (status != GGML_STATUS_SUCCESS) return status;
@@ -576,51 +568,6 @@ static bool is_block(const struct ms_experts *experts, const struct ms_experts_m
     return ms_product_of(model->products, nodes->layer, nodes->down_matrix) != NULL;
 }
 
-/* Says what a layer chose to who guesses, as soon as its experts are on their way. */
-struct choice {
-    struct ms_experts *experts;
-    const struct ms_experts_model *model;
-    int layer;
-    const struct ggml_tensor *ids;
-    int missing; /* experts that it should have been by what heads said */
-};
-
-/* ------------------------------------------------------------ heads */
-
-#define MOST_ADVISED 48
-
-/* For measuring: of n_tokens in a batch, the table's next as many stand for what heads say. */
-static int replayed_next(const struct ms_experts_model *model, int layer, int n_tokens, int n_each, int32_t *next, int most) {
-    int n_choices, n = 0;
-    for (int t = 0; t < n_tokens; t++) {
-        const int32_t *row = ms_routing_row(model->routing, layer, n_tokens + t, &n_choices);
-        for (int i = 0; i < n_each && i < n_choices; i++)
-            if (n < most && !ms_contains(next, n, row[i])) next[n++] = row[i];
-    }
-    return n;
-}
-
-/* The layer has chosen, and takes no more: what its next choice will be is asked for. */
-static void tell_next(struct choice *choice) {
-    const struct ms_experts_model *model = choice->model;
-    struct ms_experts *experts = choice->experts;
-    int used = ms_experts_used(model->source, choice->layer), n_experts = model->source->layers[choice->layer].n_experts;
-    if (!model->prerouter->predictors || ms_heads_predicting(model->heads, choice->layer) < 0) return;
-    if (!ms_heads_route(model->heads)) {
-        int32_t likely[MOST_ADVISED];
-        int n = used * 3 / 2 < n_experts ? used * 3 / 2 : n_experts;
-        if (choice->ids->ne[1] != 1) return;
-        n = ms_head_states_next(experts->heads, model->heads, model->prerouter->routers, choice->layer, n < MOST_ADVISED ? n : MOST_ADVISED, likely, MOST_ADVISED);
-        ms_prerouter_advise(experts->prerouter, model->prerouter, choice->layer, likely, n);
-        return;
-    }
-    int32_t next[n_experts];
-    float confidences[n_experts];
-    int n = ms_routing_replays(model->routing) ? replayed_next(model, choice->layer, (int)choice->ids->ne[1], used, next, n_experts) : ms_head_states_next(experts->heads, model->heads, model->prerouter->routers, choice->layer, used, next, n_experts);
-    for (int i = 0; i < n; i++) confidences[i] = 1;
-    if (n) model->store->expect(model->store, choice->layer, next, confidences, n);
-}
-
 /* A product in these nodes that reads the state which enters a layer's experts; NULL: there is none. */
 static const struct ggml_tensor *product_of_state(const struct ms_experts *experts, const struct ms_experts_model *model, struct ggml_cgraph *graph, int begin, int end) {
     for (int i = begin; i < end; i++) {
@@ -630,41 +577,40 @@ static const struct ggml_tensor *product_of_state(const struct ms_experts *exper
     return NULL;
 }
 
-/* A layer's first products are about to be computed: was it routed as it should be? What its own head needs is taken down. */
+/* ------------------------------------------------------------ a whole layer */
+
+/* What a layer chose, while it is computed. */
+struct choice {
+    struct ms_experts *experts;
+    const struct ms_experts_model *model;
+    int layer;
+    const struct ggml_tensor *ids;
+    int missing; /* experts that it should have been by what heads said */
+};
+
+/* Says what a layer chose to who guesses, as soon as its experts are on their way. */
+static void tell_choice(void *context) {
+    struct choice *choice = context;
+    struct ms_experts *experts = choice->experts;
+    const struct ms_experts_model *model = choice->model;
+    int64_t begin = ms_now_ns();
+    ms_routers_learn(model->prerouter->routers, choice->layer, choice->ids, experts->state);
+    ms_prerouter_chosen(experts->prerouter, model->prerouter, choice->layer, choice->ids);
+    choice->missing = ms_head_routing_tell(experts->heads, model->heads, experts->prerouter, model->prerouter, choice->layer, choice->ids);
+    if (model->prerouter->predictors) record(experts, model, MS_EVENT_PREDICT, choice->layer, begin, ms_now_ns());
+}
+
 static bool begin_heads(struct ms_experts *experts, const struct ms_experts_model *model, struct ggml_cgraph *graph, int begin, int end, int layer, char *err, size_t errlen) {
     const struct ggml_tensor *product = model->heads ? product_of_state(experts, model, graph, begin, end) : NULL;
-    if (!product) return true;
-    int block = model->source->layers[layer].block;
-    int predicted = ms_heads_route(model->heads) ? ms_head_states_predicted(experts->heads, model->heads, layer, (int)product->src[2]->ne[1]) : 0;
-    if (predicted) ms_routers_learn(model->prerouter->routers, layer, product->src[2], experts->state); /* a restored sequence may begin with this */
-    if (predicted && !(ms_head_states_written(experts->heads, layer) && ms_routers_rule_is_known(model->prerouter->routers, layer))) {
-        ms_fail(0, err, errlen, "block %d: this model does not choose in a way that heads could replace; load it with prerouter=\"advise\" or \"off\"", block);
-        return false;
-    }
-    return ms_head_states_begin(experts->heads, model->heads, block, layer, product->src[1], product->src[2], err, errlen);
+    return !product || ms_head_routing_begin(experts->heads, model->heads, model->prerouter, layer, product->src[1], product->src[2], experts->state, err, errlen);
 }
 
 static void share_heads(void *context) { ms_head_states_share(((const struct choice *)context)->experts->heads); }
 
-static void end_heads(const struct choice *choice, int n_threads, struct ms_experts_counters *counters) {
-    counters->dropped += (uint64_t)choice->missing;
-    ms_head_states_end(choice->experts->heads, n_threads, &counters->heads_ns, &counters->heads_bytes);
-}
-
-/* ------------------------------------------------------------ a whole layer */
-
-static void tell_choice(void *context) {
-    struct choice *choice = context;
+static bool end_heads(const struct choice *choice, int n_threads, struct ms_experts_counters *counters, char *err, size_t errlen) {
     const struct ms_experts_model *model = choice->model;
-    int64_t begin = ms_now_ns();
-    ms_routers_learn(model->prerouter->routers, choice->layer, choice->ids, choice->experts->state);
-    ms_prerouter_chosen(choice->experts->prerouter, model->prerouter, choice->layer, choice->ids);
-    if (model->heads) {
-        if (ms_heads_route(model->heads) && !ms_routing_replays(model->routing))
-            choice->missing = ms_head_states_missing(choice->experts->heads, model->heads, model->prerouter->routers, choice->layer, choice->ids);
-        tell_next(choice);
-    }
-    if (model->prerouter->predictors) record(choice->experts, model, MS_EVENT_PREDICT, choice->layer, begin, ms_now_ns());
+    counters->dropped += (uint64_t)choice->missing;
+    return ms_head_routing_end(choice->experts->heads, model->heads, model->prerouter, choice->layer, n_threads, &counters->heads_ns, &counters->heads_bytes, err, errlen);
 }
 
 static enum ggml_status compute_block(struct ms_experts *experts, const struct ms_experts_model *model, struct ggml_cgraph *graph, int end, const struct ms_block_nodes *nodes, int n,
@@ -677,7 +623,7 @@ static enum ggml_status compute_block(struct ms_experts *experts, const struct m
         ms_block_compute(experts->block, experts->cpu, experts->n_threads, model->source, model->store, model->products, nodes, experts->wanted, n, &meanwhile, &result, err, errlen);
     if (status != GGML_STATUS_SUCCESS) return status;
     int64_t end_ns = ms_now_ns(), heads_ns = counters->heads_ns;
-    end_heads(&choice, experts->n_threads, counters);
+    if (!end_heads(&choice, experts->n_threads, counters, err, errlen)) return GGML_STATUS_FAILED;
     counters->dropped += result.dropped;
     counters->compute_ns += end_ns - begin - result.wait_ns - (counters->heads_ns - heads_ns);
     counters->wait_ns += result.wait_ns;
@@ -713,7 +659,7 @@ static enum ggml_status compute_run(struct ms_experts *experts, const struct ms_
     if (whole) tell_choice(&choice);
     if (model->heads) {
         share_heads(&choice);
-        end_heads(&choice, 1, counters);
+        if (!end_heads(&choice, 1, counters, err, errlen)) return GGML_STATUS_FAILED;
     }
     return compute_run_lent(experts, model, graph, begin, end, l, n, counters, err, errlen);
 }

@@ -23,7 +23,6 @@
 #include "block.h"
 #include "ggml-backend.h"
 #include "ggml.h"
-#include "head_states.h"
 #include "heads.h"
 #include "prerouter.h"
 #include "product.h"

@@ -258,16 +258,18 @@ void ms_head_states_share(struct ms_head_states *states) {
     if (states->head >= 0) ms_head_work_share(states->work);
 }
 
-void ms_head_states_end(struct ms_head_states *states, int n_threads, int64_t *heads_ns, uint64_t *heads_bytes) {
-    if (states->head < 0) return;
+bool ms_head_states_end(struct ms_head_states *states, int n_threads, int64_t *heads_ns, uint64_t *heads_bytes) {
+    if (states->head < 0) return true;
     int64_t spent_ns;
     uint64_t bytes;
     ms_head_work_cost(states->work, &spent_ns, &bytes);
     *heads_ns += spent_ns / n_threads;
     *heads_bytes += bytes;
+    states->head = -1;
+    if (!ms_head_work_is_finite(states->work)) return false;
     for (int r = 0; r < states->n_rows; r++)
         if (states->rows[r].memory) states->rows[r].memory->n_said++;
-    states->head = -1;
+    return true;
 }
 
 /* ------------------------------------------------------------ what the next token takes */

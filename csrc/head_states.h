@@ -53,8 +53,8 @@ int ms_head_states_missing(struct ms_head_states *states, const struct ms_heads 
 bool ms_head_states_begin(struct ms_head_states *states, const struct ms_heads *heads, int block, int layer, const struct ggml_tensor *input, const struct ggml_tensor *ids, char *err, size_t errlen);
 /* Any threads; nothing where nothing was begun. */
 void ms_head_states_share(struct ms_head_states *states);
-/* All threads have shared. What that cost is added. */
-void ms_head_states_end(struct ms_head_states *states, int n_threads, int64_t *heads_ns, uint64_t *heads_bytes);
+/* All threads have shared. What that cost is added. false: what the head says is no number, and so nothing was said. */
+bool ms_head_states_end(struct ms_head_states *states, int n_threads, int64_t *heads_ns, uint64_t *heads_bytes);
 
 /* ---------------------------------------------------------------- what the next token takes */
 

@@ -181,6 +181,7 @@ struct ms_head_work {
     size_t memory_bytes;
     int next, done; /* parts; atomic */
     int64_t spent_ns; /* atomic */
+    bool finite;      /* so far, all logits */
 };
 
 struct ms_head_work *ms_head_work_new(void) { return calloc(1, sizeof(struct ms_head_work)); }
@@ -243,6 +244,7 @@ bool ms_head_work_begin(struct ms_head_work *work, const struct ms_heads *heads,
     }
     work->done = 0;
     work->spent_ns = 0;
+    work->finite = true;
     __atomic_store_n(&work->next, 0, __ATOMIC_RELEASE);
     return true;
 }
@@ -282,7 +284,10 @@ static void finish(struct ms_head_work *work) {
         for (int64_t i = 0; i < fc2->columns; i++) hidden[i] = gelu(hidden[i]);
         round_activation(fc2, hidden, work->hidden);
         ms_rows_dot(fc2->type, fc2->columns, fc2->data, NULL, 0, (int)fc2->rows, work->hidden, 0, 1, input->logits, 0);
-        for (int64_t e = 0; e < fc2->rows; e++) input->logits[e] += linear[e];
+        for (int64_t e = 0; e < fc2->rows; e++) {
+            input->logits[e] += linear[e];
+            work->finite = work->finite && isfinite(input->logits[e]);
+        }
     }
 }
 
@@ -306,6 +311,8 @@ void ms_head_work_cost(const struct ms_head_work *work, int64_t *spent_ns, uint6
             for (int t = 0; t < work->n; t++) *bytes += matrices[m].row_bytes * (size_t)(work->inputs[t].n_now + work->inputs[t].n_before);
     }
 }
+
+bool ms_head_work_is_finite(const struct ms_head_work *work) { return work->finite; }
 
 int ms_head_logits(const ms_head *head, ms_head_shape shape, const float *state, const int32_t *now, int n_now, const int32_t *before, int n_before, float *logits, char *err, size_t errlen) {
     struct head copy = {0};

@@ -61,6 +61,8 @@ bool ms_head_work_begin(struct ms_head_work *work, const struct ms_heads *heads,
 void ms_head_work_share(struct ms_head_work *work);
 /* Of the work begun last: time that threads spent on it, and bytes of weights that it read. */
 void ms_head_work_cost(const struct ms_head_work *work, int64_t *spent_ns, uint64_t *bytes);
+/* Likewise: are all logits numbers, and finite? Not where the state is not, or is too large for the type of the weights. */
+bool ms_head_work_is_finite(const struct ms_head_work *work);
 
 /* ---------------------------------------------------------------- announcing */
 

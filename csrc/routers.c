@@ -7,7 +7,6 @@
 #include <string.h>
 
 #include "ggml-cpu.h"
-#include "tensor.h"
 
 #define DEEPEST 24 /* nodes between a choice and its router */
 #define AS_GOOD 1e-5f /* share of a score: our exponential is not ggml's */
@@ -363,12 +362,13 @@ int ms_routers_missing(struct ms_routers *routers, int layer, float *logits, con
     if (!ms_routers_rule_is_known(routers, layer)) return 0;
     gate(router, logits, router->n_experts);
     int missing = 0, each = router->n_groups > 1 ? router->n_experts / router->n_groups : router->n_experts;
-    float least = INFINITY;
-    for (int i = 0; i < n; i++) least = fminf(least, logits[chosen[i]]);
+    int before[n]; /* each of the chosen */
+    memset(before, 0, sizeof before);
     for (int e = 0; e < router->n_experts; e++) {
         bool in_use = false; /* its group: which groups are best is not judged */
         for (int i = 0; i < n; i++) in_use = in_use || chosen[i] / each == e / each;
-        missing += in_use && logits[e] > least + AS_GOOD * fabsf(least) && !ms_contains(chosen, n, e);
+        for (int i = 0; i < n; i++) before[i] += in_use && logits[e] > logits[chosen[i]] + AS_GOOD * fabsf(logits[chosen[i]]);
     }
+    for (int i = 0; i < n; i++) missing += before[i] >= n;
     return missing;
 }

@@ -50,8 +50,8 @@ int ms_routers_choose(struct ms_routers *routers, int layer, const float *state,
 /* The same from logits [experts] that did not come of the router, which are overwritten with the scores that they give. Only the
  * layer's rule must be known, which may be so where its input is not understood. */
 int ms_routers_choose_by(struct ms_routers *routers, int layer, float *logits, int n, int32_t *experts, struct ms_router_scratch *scratch);
-/* By the same rule, how many experts come before one of the n chosen and are not among them; what is as good to some 1e-5 does not
- * come before. 0 where the rule is not known. */
+/* By the same rule, how many of the n chosen are not among the first n, in whose place others should have been; what is as good to
+ * some 1e-5 does not come before. 0 where the rule is not known. */
 int ms_routers_missing(struct ms_routers *routers, int layer, float *logits, const int32_t *chosen, int n);
 bool ms_routers_rule_is_known(const struct ms_routers *routers, int layer);
 

@@ -83,7 +83,10 @@ class Sequences:
         """
         rows = [_row(batch, i) for i in range(batch.n_tokens)]
         count = Counter(sequence for sequences, _, _ in rows for sequence in sequences)
-        steps = [not self.prompt and len(sequences) == 1 and count[sequences[0]] == 1 for sequences, _, _ in rows]
+        steps = [
+            not self.prompt and position >= 0 and len(sequences) == 1 and count[sequences[0]] == 1
+            for sequences, position, _ in rows
+        ]
         flags = [
             lib.MS_ROW_OUTPUT * output
             + lib.MS_ROW_CONTINUES * (step and self._next.get(sequences[0]) == position)
@@ -103,7 +106,8 @@ class Sequences:
 
 
 def _row(batch: Any, i: int) -> tuple[list[int], int, bool]:
-    """(sequences, position, whether its logits are asked for) of a row, as llama.cpp fills in what a batch leaves out."""
+    """(sequences, position, whether its logits are asked for) of a row, as llama.cpp fills in what a batch leaves out; of positions
+    only it knows what these are: -1."""
     sequences = [batch.seq_id[i][s] for s in range(batch.n_seq_id[i])] if batch.n_seq_id and batch.seq_id else [0]
     output = bool(batch.logits[i]) if batch.logits else i == batch.n_tokens - 1
     return sequences, batch.pos[i] if batch.pos else -1, output

@@ -432,6 +432,11 @@ class Llama(llama_cpp.Llama):
         options = ExpertStreaming() if expert_streaming is True else expert_streaming
         model_path = os.fspath(model_path)
         options, sidecar = _with_sidecar(model_path, options, prerouter, force=force)
+        if options.prerouter == "route" and kwargs.get("draft_model") is not None:
+            raise OptionError(
+                "draft_model= has several tokens evaluated at once, and what heads say is of one: what is written would depend on the drafts; "
+                "leave it out, or take prerouter='advise'"
+            )
         self._threads_given = bool(kwargs.get("n_threads"))
         if not self._threads_given:
             kwargs["n_threads"] = _threads.default_threads()
@@ -540,9 +545,10 @@ class Llama(llama_cpp.Llama):
         if self._engine is not None:
             self._engine.require_open()
         sequences = self._sequences()
-        if sequences is not None and tokens:
-            sequences.prompt = len(tokens) > 1 or self._prompt_follows
-            self._prompt_follows = False
+        if sequences is not None:
+            if tokens:
+                sequences.prompt = len(tokens) > 1 or self._prompt_follows
+            self._prompt_follows = False  # nor does it where `generate` found all of it evaluated
         try:
             super().eval(tokens)
         except ExpertReadError:

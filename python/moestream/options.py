@@ -73,7 +73,8 @@ class ExpertStreaming:
             token is still computed; the model's routers choose in prompts, in the first step after
             one, and in layers without a head. ``"advise"``: what heads say is read ahead, the
             routers choose, and results are as without. ``"off"``: heads are not loaded. With
-            ``prefetch="off"`` heads that route are not read ahead for.
+            ``prefetch="off"`` heads that route are not read ahead for. ``draft_model`` is refused
+            with ``"route"``: what it drafts is evaluated as prompts are.
         sidecar: The file with the heads, made for this model.
         verify: Check every expert that is read, at the cost of looking at each
             byte: its checksum in a laid file, else its weights (NaN or infinite
