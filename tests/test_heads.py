@@ -424,6 +424,7 @@ def test_the_weights_that_heads_read_are_counted(folder: Path) -> None:
         assert llm.expert_stats().since(before).heads_bytes == 3 * heads.bytes_per_token(3)
         (note,) = [note for note in before.notes if note.startswith("prerouter:")]
     assert note == "prerouter: heads choose the experts of 3 layers, from 1 to 3, and take 50.06 KiB of memory"
+    assert before.resident_bytes == before.dense_bytes + before.slots_used * before.slot_bytes + heads.size_bytes
 
 
 def replayed(path: Path, trace: Path) -> tuple[int, bool]:

@@ -62,7 +62,7 @@ class Engine:
     def __init__(self, path: str, options: ExpertStreaming, *, experts_used: int = 0, sidecar: Sidecar | None = None) -> None:
         self._engine: Any = None
         self._recording = 0  # events that there is room for
-        self._head_layers = 0
+        self._head_layers = self._head_bytes = 0
         self.options = options
         reader = ffi.new("char[]", options.reader.encode())
         policy = ffi.new("char[]", options.policy.encode())
@@ -146,6 +146,7 @@ class Engine:
             raise OptionError(f"prerouter={prerouter!r}: the heads of {sidecar.path} do not fit {self.description.path}: {error}") from None
         what = "choose the experts of" if prerouter == "route" else "say ahead what is chosen in"
         self._head_layers = layers = len(heads.heads)
+        self._head_bytes = heads.size_bytes
         self._notes.append(f"prerouter: heads {what} {layers} layer{'s' * (layers > 1)}, from {heads.owners[0] + 1} to {heads.owners[-1] + 1}, and take {format_size(heads.size_bytes)} of memory")
 
     def sequences(self) -> Sequences | None:
@@ -372,7 +373,7 @@ class Engine:
             cache_bytes=s.cache_bytes,
             dense_bytes=model.dense_bytes,
             expert_bytes=model.expert_bytes,
-            resident_bytes=model.dense_bytes + s.expert_resident_bytes,
+            resident_bytes=model.dense_bytes + s.expert_resident_bytes + self._head_bytes,
             bytes_on_disk=model.bytes_on_disk,
             reader=self.reader,
             direct=bool(lib.ms_engine_direct(self._open)),

@@ -72,10 +72,12 @@ class ExpertStreaming:
             decode a head chooses the experts of the next token's layers, which are read while this
             token is still computed; the model's routers choose in prompts, in the first step after
             one, and in layers without a head. ``"advise"``: what heads say is read ahead, the
-            routers choose, and results are as without. ``"off"``: heads are not loaded. With
+            routers choose, and results are as without (but for ``cache_aware``, which goes by what
+            is in memory). ``"off"``: heads are not loaded. With
             ``prefetch="off"`` heads that route are not read ahead for. ``draft_model`` is refused
             with ``"route"``: what it drafts is evaluated as prompts are.
-        sidecar: The file with the heads, made for this model.
+        sidecar: A file with heads, a LoRA, or both, made for this model. A LoRA in it is applied
+            whatever ``prerouter`` is.
         verify: Check every expert that is read, at the cost of looking at each
             byte: its checksum in a laid file, else its weights (NaN or infinite
             scales).

@@ -103,7 +103,7 @@ class ExpertStats:
     expert_bytes: int
     """Of all experts in the file."""
     resident_bytes: int
-    """Dense weights and the slots used."""
+    """Dense weights, the slots used, and heads."""
     bytes_on_disk: int
     reader: str
     direct: bool
