@@ -12,10 +12,13 @@ import pytest
 
 import moestream
 from command import moestream_command
+from demo_model import card
 from isolation import isolated
 from logits import stock, streamed
 from moestream import ExpertStreaming
 from moestream._capture import fingerprint
+from moestream._quality import compare_quality
+from moestream.sidecar import sidecar_for
 
 KINDS = ("smallthinker", "qwen3moe")
 
@@ -87,3 +90,51 @@ def test_commands_take_it_where_no_model_is_named() -> None:
     answer = moestream_command("generate", "-p", "The library is", "-n", "8", "--json")
     assert answer.returncode == 0, answer.stderr
     assert json.loads(answer.stdout)["model"] == str(moestream.demo_model())
+
+
+# The sidecar
+
+
+def beside_qwen3moe(ending: str = ".sidecar.gguf") -> Path:
+    return beside("qwen3moe", ending)
+
+
+def test_its_sidecars_are_for_this_very_file_and_say_what_they_are_made_of_and_worth() -> None:
+    model = moestream.demo_model("qwen3moe")
+    sidecar, heads = (sidecar_for(model, beside_qwen3moe(ending)) for ending in (".sidecar.gguf", ".heads.gguf"))
+    assert beside_qwen3moe().stat().st_size + beside_qwen3moe(".heads.gguf").stat().st_size < 5e6
+    assert sidecar.lora is not None and {matrix.type_name for _, matrix in sidecar.lora.matrices()} == {"F16"}
+    for one in (sidecar, heads):
+        assert one.heads is not None and one.heads.top_k == 4
+        assert {part.type_name for head in one.heads.heads for _, part in head.parts()} == {"Q8_0"}
+        assert one.provenance["heads"]["licences"]["austen"] == "public domain"
+        assert {row["layer"] for row in one.quality["heads"]["owners"]} == set(one.heads.owners)
+    assert {"sft", "distill"} <= {*sidecar.provenance}
+    record = sidecar.quality["record"]
+    assert {row["experts_used"] for row in record["routing"]} == {4, 2} and [*record["predictions"]] == ["4", "2"]
+    readme = beside_qwen3moe().with_name("README.md").read_text()
+    assert card.with_sidecar(readme, sidecar) == readme  # the card tells what the record says
+
+
+def perplexities() -> list[float]:
+    """On a little validation text: by the gates, by heads that predict, and by heads and the LoRA that were trained on."""
+    path = moestream.demo_model("qwen3moe")
+    lines = gzip.decompress(path.with_name("validation.jsonl.gz").read_bytes()).splitlines()
+    found = []
+    for file in (beside_qwen3moe(".heads.gguf"), beside_qwen3moe()):
+        routed = ExpertStreaming(sidecar=file, prerouter="route", prefetch="off")
+        options = {"n_ctx": 128, "n_threads": 1, "n_threads_batch": 1, "verbose": False}
+        with (
+            contextlib.closing(moestream.Llama(str(path), expert_streaming=True, **options)) as plain,
+            contextlib.closing(moestream.Llama(str(path), expert_streaming=routed, **options)) as llm,
+        ):
+            texts = [json.loads(line)["text"][:2000] for line in lines[:: len(lines) // 6]][:6]
+            report = compare_quality(plain, llm, [llm.tokenize(text.encode(), add_bos=False)[:97] for text in texts])
+        found += [report.reference_perplexity, report.perplexity]
+    return [found[0], found[1], found[3]]
+
+
+def test_its_lora_wins_back_a_good_part_of_what_routing_by_its_heads_costs() -> None:
+    gates, heads, recovered = isolated(perplexities)
+    assert gates < recovered < heads
+    assert heads - recovered > 0.35 * (heads - gates)

@@ -16,7 +16,7 @@ import pytest
 import moestream
 from factory import make
 from isolation import isolated
-from measure import compiler, compute, disk, quality
+from measure import compiler, compute, disk, head_quality, quality
 from measure.competitor import Competitor
 from measure.figure import MeasurementError
 from measure.streams import random_prompt
@@ -240,3 +240,29 @@ def test_a_cache_that_still_misses_the_second_time_gives_no_figure(
     with compute.open_bench(model=path, quick=True, keep=False) as bench:
         with pytest.raises(MeasurementError, match=r"^\d+ misses the second time, with a cache of \d+ bytes for every"):
             compute._resident(bench, arm)
+
+
+# What the heads of a demo model are worth
+
+
+def recall_of_shipped_heads() -> list[tuple[str, float, bool]]:
+    with head_quality.open_bench(quick=True) as bench:
+        return [(figure.name, figure.value, figure.ok) for figure in head_quality.recall(bench)]
+
+
+def test_recall_of_the_heads_that_ship_is_that_which_the_engine_counts() -> None:
+    found = {name: (value, ok) for name, value, ok in isolated(recall_of_shipped_heads)}
+    assert found["recall[all head].apart"][1] and found["recall_over_repeat[all]"][1]
+    chance = 4 / 32
+    assert (
+        chance < found["recall[all repeat]"][0] < found["recall[all head]"][0] < found["recall[all lookahead]"][0] < 1
+    )
+    assert found["exact[all head]"][0] < found["exact[all lookahead]"][0]
+
+
+def test_without_the_sidecar_its_maker_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head_quality.demo_model, "MODELS", tmp_path)
+    (tmp_path / "demo-qwen3moe.gguf").symlink_to(make(tmp_path, "qwen3moe"))
+    with head_quality.open_bench(quick=True) as bench:
+        with pytest.raises(MeasurementError, match="sidecar.gguf is not there: tools/train_demo_heads --ship makes it"):
+            bench.sidecar  # noqa: B018

@@ -25,11 +25,12 @@ from moestream._capture import fingerprint  # noqa: E402
 from moestream.sidecar import BaseModel, Sidecar  # noqa: E402
 from moestream.train import Capture, HeadArrays, capture  # noqa: E402
 from moestream.train._run import Interrupted, cosine, load_checkpoint, save_checkpoint  # noqa: E402
+from moestream.train.accuracy import overlap  # noqa: E402
 from moestream.train.curves import History, write_curves  # noqa: E402
 from moestream.train.dataset import CaptureHeader, CaptureWriter  # noqa: E402
 from moestream.train.distill import tail_aware_divergence  # noqa: E402
 from moestream.train.head_model import Head, StackedHeads, features, head_loss  # noqa: E402
-from moestream.train.heads import head_inputs, overlap, split, train_heads, worth_keeping  # noqa: E402
+from moestream.train.heads import head_inputs, split, train_heads, worth_keeping  # noqa: E402
 from moestream.train.plans import HeadPlan  # noqa: E402
 
 QUICK = HeadPlan(width=16, steps=12, batch=16, validate_every=5, warm_up=2)

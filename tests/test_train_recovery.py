@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -25,10 +27,10 @@ from moestream.sidecar import BaseModel, Sidecar  # noqa: E402
 from moestream.train._gguf import GgufWeights  # noqa: E402
 from moestream.train._run import Interrupted  # noqa: E402
 from moestream.train.distill import train_distill  # noqa: E402
-from moestream.train.head_arrays import HeadArrays, packed  # noqa: E402
+from moestream.train.head_arrays import HeadArrays, packed, unpacked  # noqa: E402
 from moestream.train.plans import LoraPlan  # noqa: E402
 from moestream.train.recovery import draw_prompts  # noqa: E402
-from moestream.train.sft import next_token_loss, rows_of, train_sft  # noqa: E402
+from moestream.train.sft import next_token_loss, rows_of, soft_loss, train_sft  # noqa: E402
 from moestream.train.student import (  # noqa: E402  # noqa: E402
     Model,
     add_lora,
@@ -453,6 +455,27 @@ def test_the_loss_is_over_what_was_written_and_texts_come_in_a_new_order_each_ti
     assert all(sorted(epoch) == list(range(9)) for epoch in epochs) and epochs[0] != epochs[1]
 
 
+def test_soft_targets_are_the_mean_over_what_the_teacher_could_have_said() -> None:
+    draw = torch.Generator().manual_seed(1)
+    student, teacher = (2 * torch.randn(1, 5, 3, generator=draw) for _ in range(2))
+    shares = teacher.softmax(-1)[0]
+    mean = 0.0
+    for v in itertools.product(range(3), repeat=2):  # behind a prompt of 4: said at 3 and 4
+        tokens = torch.tensor([[0, 0, 0, 0, *v]])
+        mean += float(shares[3, v[0]] * shares[4, v[1]] * next_token_loss(student, tokens, 4))
+    assert float(soft_loss(student, teacher, 4)) == pytest.approx(mean, rel=1e-5)
+
+
+def test_losses_of_soft_targets_scatter_less(both: tuple[Path, Path], sidecar: Path, tmp_path: Path) -> None:
+    plan = dataclasses.replace(PLAN, steps=12, validate_every=6, learning_rate=1e-6)
+    found = []
+    for soft in (False, True):
+        one = dataclasses.replace(plan, soft_targets=soft)
+        found.append(train_sft(both[1], both[0], sidecar, TEXTS, tmp_path / "out.gguf", plan=one).history)
+    assert found[0].validation[0] == found[1].validation[0]  # which is of the tokens that the teacher drew, either way
+    assert np.std(found[1].train) < 0.5 * np.std(found[0].train)
+
+
 def test_prompts_are_within_texts(both: tuple[Path, Path]) -> None:
     texts = [list(range(10)), list(range(100, 106)), [7]]
     prompts = draw_prompts(texts, 300, 5, 1)
@@ -516,6 +539,40 @@ def test_a_phase_trains_a_lora_and_keeps_the_heads(
     assert found.quality[phase]["after"]["kl"] == result.after.kl and result.without == result.before
     assert json.loads(Path(f"{out}.{phase}.json").read_text())["history"]["train"] == result.history.train
     assert Path(f"{out}.{phase}.png").read_bytes().startswith(b"\x89PNG")
+
+
+@PHASES
+def test_heads_are_trained_too_where_that_is_asked_for(
+    phase: str, train: Any, both: tuple[Path, Path], sidecar: Path, tmp_path: Path
+) -> None:
+    plan = dataclasses.replace(PLAN, steps=20, validate_every=5, train_heads=True, temperature=0.0, learning_rate=3e-3)
+    given, window = Sidecar.read(sidecar), [TEXTS[0][:12]]
+    result = train(both[1], both[0], sidecar, TEXTS, tmp_path / "whole.gguf", plan=plan, validation=window)
+    found = Sidecar.read(tmp_path / "whole.gguf")
+    assert found.heads.owners == given.heads.owners and found.heads.top_k == given.heads.top_k
+    before = dict(given.matrices())
+    for name, matrix in found.matrices():
+        if name in before:
+            assert matrix.type == before[name].type
+            changed = np.abs(matrix.values() - before[name].values()).max()
+            assert 1e-4 < changed < 0.1, name
+    assert found.provenance[phase]["train_heads"] is True
+
+    # What is told of it is of the heads as they are stored.
+    student = load_model(both[1], weights=both[0], heads=unpacked(found.heads))
+    load_lora(student, found.lora)
+    again = measure(load_model(both[1]), student, np.array(window))
+    assert again.kl == pytest.approx(result.after.kl, rel=1e-3) and again.kl != result.before.kl
+
+    seen: list[tuple[str, int]] = []
+    for stop in (("training", 7), None):
+        with contextlib.suppress(Interrupted):
+            train(
+                both[1], both[0], sidecar, TEXTS, tmp_path / "parts.gguf", plan=plan,
+                progress=lambda what, done, total: seen.append((what, done)), should_stop=lambda: seen[-1] == stop,  # noqa: B023
+            )  # fmt: skip
+    parts = dict(Sidecar.read(tmp_path / "parts.gguf").matrices())
+    assert all(np.array_equal(matrix.data, parts[name].data) for name, matrix in found.matrices())
 
 
 @PHASES

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
+
+from moestream.sidecar import Sidecar
 
 TITLE = {"smallthinker": "Model A, `demo-smallthinker.gguf`", "qwen3moe": "Model B, `demo-qwen3moe.gguf`"}
 WHAT = {
@@ -82,6 +85,77 @@ Three samples of ten, the first three, none chosen (temperature 0.7, top-p 0.95,
 
 def _quoted(text: str) -> str:
     return text.rstrip().replace("\n", "\n> ")
+
+
+_SIDECAR_TITLE = "## Sidecar of model B, `demo-qwen3moe.sidecar.gguf`"
+_WAYS = {
+    "gates": "gates",
+    "untrained": "heads untrained",
+    "heads": "heads",
+    "sft": "and LoRA, phase 2",
+    "distill": "phase 3",
+}
+
+
+def with_sidecar(card: str, sidecar: Sidecar) -> str:
+    """The card with what a sidecar's record says, in place of the section that it had about one."""
+    before = re.sub(rf"\n{re.escape(_SIDECAR_TITLE)}\n.*?(?=\n## )", "", card, flags=re.DOTALL)
+    head, corpus, rest = before.partition("\n## Text and licences")
+    return f"{head}{_sidecar(sidecar)}{corpus}{rest}"
+
+
+def _sidecar(sidecar: Sidecar) -> str:
+    record, heads, lora = sidecar.quality["record"], sidecar.heads, sidecar.lora
+    routing = "\n".join(
+        f"| {row['experts_used']} | {_range(row['owners'])} | "
+        + " | ".join(f"{row[way]['perplexity']:.1f} ({row[way]['kl']:.3f})" if way in row else "" for way in _WAYS)
+        + " |"
+        for row in record["routing"]
+    )
+    own = str(record["experts_used"])
+    fewer = next(used for used in record["predictions"] if used != own)
+    layers = "\n".join(
+        f"| {int(owner) + 1} | "
+        + " | ".join(
+            _shares(record["predictions"][used][owner], name)
+            for used in (own, fewer)
+            for name in ("head", "lookahead", "repeat")
+        )
+        + " |"
+        for owner in record["predictions"][own]
+    )
+    return f"""
+{_SIDECAR_TITLE}
+
+Heads that say the routing of layers {_range([owner + 1 for owner in heads.owners])} a token ahead ({heads.size_bytes / 1e6:.1f} MB), and a LoRA of rank {lora.rank} on attention that wins back
+a part of what routing by them costs ({lora.size_bytes / 1e6:.1f} MB). `demo-qwen3moe.heads.gguf` has the heads as they were before that, which predict
+better and are what `prerouter="advise"` is for. Trained on the same text as the model, whose licences the table below has, by
+`tools/train_demo_heads`; docs/training.md says how, and what it is worth. Provenance and figures are in the files too.
+
+Perplexity (divergence from F16, whose perplexity is {record["teacher_perplexity"]:.1f}), {record["tokens"]} tokens of validation text, by what routes:
+
+| experts a token | heads of layers | {" | ".join(_WAYS.values())} |
+|---|---|{"---|" * len(_WAYS)}
+{routing}
+
+Of the experts that a layer takes, those predicted by the heads of phase 1 and others, and in brackets the share of tokens for which
+all were:
+
+| layer | head, {own} of 32 | lookahead | repeat | head, {fewer} of 32 | lookahead | repeat |
+|---|---|---|---|---|---|---|
+{layers}
+
+![Losses of the three phases](sidecar.png)
+
+"""
+
+
+def _range(layers: list[int]) -> str:
+    return f"{layers[0]} to {layers[-1]}"
+
+
+def _shares(found: dict[str, list[float]], name: str) -> str:
+    return f"{found[name][0]:.0%} ({found[name][1]:.1%})" if name in found else ""
 
 
 def _corpus(manifest: dict) -> str:

@@ -28,6 +28,8 @@ from typing import Any
 import numpy as np
 
 import moestream
+from moestream.errors import SidecarError
+from moestream.sidecar import sidecar_for
 
 from . import baselines, card, corpus, export, facts, stream, tokenizer, trained, training
 from .config import MOST_BYTES, ModelConfig
@@ -170,7 +172,14 @@ def ship(plans: Sequence[Plan], data: Data, work: Path, package: Path) -> None:
         _copy(work / "loss.png", package / "loss.png")
         validation = (work / "corpus" / "validation.jsonl").read_bytes()
         _write(package / "validation.jsonl.gz", gzip.compress(validation, mtime=0))
-        _write(package / "README.md", card.render(manifest, data.baselines, found).encode())
+        page = card.render(manifest, data.baselines, found)
+        sidecar = package / "demo-qwen3moe.sidecar.gguf"
+        try:
+            page = card.with_sidecar(page, sidecar_for(package / "demo-qwen3moe.gguf", sidecar))
+        except SidecarError as error:  # the models are others than before
+            say(f"{error}; without it until tools/train_demo_heads --ship has made another")
+            sidecar.unlink(missing_ok=True)
+        _write(package / "README.md", page.encode())
 
 
 def _encode(work: Path, name: str, weights: dict[str, int]) -> None:

@@ -45,9 +45,13 @@ class Head(nn.Module):
     @staticmethod
     def of(arrays: HeadArrays) -> Head:
         head = Head(arrays.d, arrays.n_experts, arrays.width)
-        for layer, array in ((head.linear_init, arrays.linear), (head.fc1, arrays.fc1), (head.fc2, arrays.fc2)):
-            layer.weight.data.copy_(torch.from_numpy(array))
+        head.take(arrays)
         return head
+
+    def take(self, arrays: HeadArrays) -> None:
+        """Puts these weights in place of its own."""
+        for layer, array in ((self.linear_init, arrays.linear), (self.fc1, arrays.fc1), (self.fc2, arrays.fc2)):
+            layer.weight.data.copy_(torch.from_numpy(array))
 
     def arrays(self, owner: int) -> HeadArrays:
         return HeadArrays(

@@ -10,14 +10,7 @@ are data, so no gradient reaches the model. The loss is :func:`moestream.train.h
 is differentiated is the sum, so that no head's steps depend on how many others are trained with it. Each head keeps the weights
 that did best on validation; training ends when for some time none did better.
 
-What it is compared with, for the experts of layer N + 1 at t + 1 (docs/reading-ahead.md has the same of the engine):
-
-- *untrained*: the router of N + 1 applied to h of layer N at t, which a head begins as;
-- *lookahead*: the same router applied to the state in front of layer N's experts at t + 1, with its own norm. It knows the token
-  t + 1, which is what a head has to do without, and is there one layer ahead instead of a token;
-- *repeat*: the experts of layer N + 1 at t.
-
-Recall is the share of the K experts executed that are among the K predicted; exact the share of tokens for which all are.
+What it is compared with: :mod:`moestream.train.accuracy`.
 """
 
 from __future__ import annotations
@@ -40,13 +33,14 @@ from ..errors import OptionError, TrainingError
 from ..sidecar import Sidecar
 from ._gguf import GgufWeights
 from ._run import Interrupted, cosine, load_checkpoint, remove_checkpoint, require_other, save_checkpoint
+from .accuracy import overlap, predicted
 from .curves import History, write_curves
 from .dataset import Capture
 from .head_arrays import HeadArrays, multi_hot, packed, require_type
 from .head_model import StackedHeads, head_loss
 from .plans import HeadPlan
 
-__all__ = ["HeadsResult", "OwnerQuality", "overlap", "split", "train_heads", "worth_keeping"]
+__all__ = ["HeadsResult", "OwnerQuality", "split", "train_heads", "worth_keeping"]
 
 _VALIDATION_TOKENS = 8192  # while training; what is told at the end is of all
 _TOKENS_AT_ONCE = 2048
@@ -162,7 +156,7 @@ def train_heads(
     )
 
     stored = [one.stored(kind) for one in heads]
-    measured = [_quality(capture, one, routers[one.owner], weights, validation) for one in stored]
+    measured = [_quality(capture, one, weights, validation) for one in stored]
     kept = (
         set(chosen)
         if owners is not None
@@ -232,12 +226,6 @@ def worth_keeping(recall: dict[int, float], chance: float, keep: float) -> set[i
     """
     best = max(recall.values()) - chance
     return {layer for layer, found in recall.items() if best > 0 and found - chance >= keep * best}
-
-
-def overlap(predicted: npt.NDArray[np.integer], executed: npt.NDArray[np.integer]) -> tuple[float, float]:
-    """Recall and exact-set rate of predicted experts [n, K] against executed ones [n, K]; a row names no expert twice."""
-    found = (predicted[:, :, None].astype(np.int64) == executed[:, None, :].astype(np.int64)).any(axis=1).sum(axis=1)
-    return float(found.mean() / executed.shape[1]), float((found == executed.shape[1]).mean())
 
 
 # Training -------------------------------------------------------------------------------------------------------------
@@ -399,24 +387,10 @@ def _identity(capture: Capture) -> str:
 # Measuring ------------------------------------------------------------------------------------------------------------
 
 
-def _quality(
-    capture: Capture, head: HeadArrays, router: npt.NDArray[np.float32], weights: GgufWeights, t: npt.NDArray[np.int64]
-) -> dict[str, Any]:
-    """The fields of an `OwnerQuality` but `kept`. Group limits of a router are not applied to predictions; its bias is."""
-    owner, gating, top_k = head.owner, capture.header.gating, capture.header.top_k
-    bias = weights.selection_bias(owner + 1)
-    norms = weights.expert_norm(owner), weights.expert_norm(owner + 1)
-    executed, hidden = capture.experts(owner), capture.hidden(owner)
-    first = capture.firsts()
-
-    def top(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.intp]:
-        scores = logits
-        if bias is not None:
-            scores = (
-                1 / (1 + np.exp(-logits)) if gating == "sigmoid" else torch.from_numpy(logits).softmax(-1).numpy()
-            ) + bias
-        return np.argpartition(-scores, top_k - 1, axis=1)[:, :top_k]
-
+def _quality(capture: Capture, head: HeadArrays, weights: GgufWeights, t: npt.NDArray[np.int64]) -> dict[str, Any]:
+    """The fields of an `OwnerQuality` but `kept`."""
+    owner, gating = head.owner, capture.header.gating
+    executed, hidden, first = capture.experts(owner), capture.hidden(owner), capture.firsts()
     sums: dict[str, npt.NDArray[np.float64]] = {}
     loss = 0.0
     for begin in range(0, len(t), _TOKENS_AT_ONCE):
@@ -425,18 +399,14 @@ def _quality(
         z = head.forward(hidden[now], executed[now], executed[np.maximum(now - 1, 0)], first[now])
         gate = torch.from_numpy(capture.gate(owner + 1)[now + 1].astype(np.float32))
         loss += float(head_loss(torch.from_numpy(z), gate, gating).sum())
-        predictions = {
-            "": top(z),
-            "untrained_": top(hidden[now].astype(np.float32) @ router.T),
-            "repeat_": capture.experts(owner + 1)[now],
-        }
-        if norms[0] is not None and norms[1] is not None and np.abs(norms[0]).min() > 1e-6:
-            seen = hidden[now + 1].astype(np.float32) * (norms[1] / norms[0])
-            predictions["lookahead_"] = top(seen @ router.T)
-        for name, predicted in predictions.items():
-            sums[name] = sums.get(name, np.zeros(2)) + np.array(overlap(predicted, wanted)) * len(now)
-    found: dict[str, Any] = {"layer": owner, "loss": loss / len(t), "chance": top_k / capture.header.n_experts}
-    for name in ("", "untrained_", "lookahead_", "repeat_"):
+        for name, experts in predicted(capture, head, weights, now).items():
+            sums[name] = sums.get(name, np.zeros(2)) + np.array(overlap(experts, wanted)) * len(now)
+    found: dict[str, Any] = {
+        "layer": owner,
+        "loss": loss / len(t),
+        "chance": capture.header.top_k / capture.header.n_experts,
+    }
+    for name, prefix in (("head", ""), ("untrained", "untrained_"), ("lookahead", "lookahead_"), ("repeat", "repeat_")):
         recall, exact = (sums[name] / len(t)).tolist() if name in sums else (None, None)
-        found |= {f"{name}recall": recall, f"{name}exact": exact}
+        found |= {f"{prefix}recall": recall, f"{prefix}exact": exact}
     return found

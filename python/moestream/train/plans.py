@@ -67,6 +67,10 @@ class LoraPlan:
     alpha: float = 32.0
     top_k: int = 32
     """Phase 3: tokens of the teacher whose shares are compared one by one."""
+    soft_targets: bool = False
+    """Phase 2: learn the teacher's shares of all tokens at each place, not only the token that it drew there."""
+    train_heads: bool = False
+    """Train the heads too, by the same loss: the weights of the experts that they choose carry its gradient to them."""
     learning_rate: float = 5e-4
     warm_up: int = 10
     clip: float = 1.0

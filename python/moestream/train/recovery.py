@@ -21,10 +21,10 @@ from torch import Tensor
 from .._capture import fingerprint
 from .._whole_file import writing_whole
 from ..errors import OutputError, TrainingError
-from ..sidecar import Sidecar, sidecar_for
+from ..sidecar import Heads, Sidecar, sidecar_for
 from ._run import Interrupted, cosine, load_checkpoint, remove_checkpoint, require_other, save_checkpoint
 from .curves import History, write_curves
-from .head_arrays import unpacked
+from .head_arrays import packed, unpacked
 from .plans import LoraPlan
 from .student import Measured, Model, add_lora, load_lora, load_model, lora_of, measure, without_lora, write_text
 
@@ -205,6 +205,7 @@ class Recovery:
         """
         gate, without, before = self._measure(gate=True), self._measure(without=True), self._measure()
         history, done = self._loop(loss_at, validate)
+        heads = self._heads()
         after = self._measure()
         told = {
             name: asdict(one)
@@ -217,7 +218,7 @@ class Recovery:
         }
         Sidecar(
             base=self.sidecar.base,
-            heads=self.sidecar.heads,
+            heads=heads,
             lora=lora_of(self.student),
             provenance={**self.sidecar.provenance, self.phase: about},
             quality={**self.sidecar.quality, self.phase: told},
@@ -226,6 +227,17 @@ class Recovery:
         curves, picture = write_curves(history, self.out, self.phase, title, {**about, "measured": told})
         remove_checkpoint(self.checkpoint)
         return LoraResult(self.out, curves, picture, done, history, gate, without, before, after)
+
+    def _heads(self) -> Heads:
+        """The sidecar's heads. Trained ones are stored as those are, and the student has them from here on as they are stored."""
+        heads = self.sidecar.heads
+        assert heads is not None
+        if self.plan.train_heads:
+            arrays = [head.arrays(owner) for owner, head in self.student.heads.items()]
+            heads = packed(arrays, top_k=heads.top_k, kind=heads.heads[0].linear_h.type_name)
+            for owner, stored in unpacked(heads).items():
+                self.student.heads[owner].take(stored)
+        return heads
 
     def _measure(self, *, gate: bool = False, without: bool = False) -> Measured | None:
         if self.windows is None:
@@ -302,11 +314,14 @@ class Recovery:
         return history, done
 
     def begin_lora(self) -> None:
-        """Gives the student the sidecar's LoRA to go on with, or a new one."""
+        """Gives the student the sidecar's LoRA to go on with, or a new one; and thaws its heads if they are trained too."""
         if self.sidecar.lora is not None:
             load_lora(self.student, self.sidecar.lora)
         else:
             add_lora(self.student, rank=self.plan.rank, alpha=self.plan.alpha, seed=self.plan.seed)
+        if self.plan.train_heads:
+            for head in self.student.heads.values():
+                head.requires_grad_(True)
 
 
 def _windows(texts: Sequence[Sequence[int]], length: int) -> npt.NDArray[np.int64]:

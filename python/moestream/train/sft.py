@@ -5,6 +5,10 @@ forced through the heads; see :mod:`moestream.train.student`) is trained to say 
 
     loss = - mean over the teacher's tokens v at j of log softmax(logits of the student at j - 1)[v]
 
+With `soft_targets` the teacher is asked again what its shares p of all tokens at j were, and the loss is - sum_v p_v log q_v. It is
+what the other is on average over what the teacher could have drawn at j, so that both pull the same way and this one is far less
+noisy (Rao and Blackwell; in distillation Hinton and others, Distilling the Knowledge in a Neural Network, 2015).
+
 Only A and B of the LoRA are trained. Gradients go through the weights of the experts into the heads' inputs, so that states
 learn to be predicted well; the choice of experts itself has no gradient.
 """
@@ -81,7 +85,13 @@ def train_sft(
         return next_token_loss(run.student.text(tokens[:, :-1], run.first_step(tokens)), tokens, plan.prompt_tokens)
 
     def loss_at(step: int) -> Tensor:
-        return loss_of(written[rows_of(step, len(written), plan.batch, plan.seed)])
+        tokens = written[rows_of(step, len(written), plan.batch, plan.seed)]
+        if not plan.soft_targets:
+            return loss_of(tokens)
+        first = run.first_step(tokens)
+        with torch.no_grad():
+            theirs = run.teacher.text(tokens[:, :-1], first)
+        return soft_loss(run.student.text(tokens[:, :-1], first), theirs, plan.prompt_tokens)
 
     @torch.no_grad()
     def validate() -> float:
@@ -93,6 +103,12 @@ def train_sft(
 def next_token_loss(logits: Tensor, tokens: Tensor, prompt: int) -> Tensor:
     """Mean cross entropy in nats of the tokens [texts, T] behind the prompt, by logits [texts, T - 1, vocabulary] of those before."""
     return functional.cross_entropy(logits[:, prompt - 1 :].flatten(0, 1), tokens[:, prompt:].flatten())
+
+
+def soft_loss(student: Tensor, teacher: Tensor, prompt: int) -> Tensor:
+    """Mean cross entropy in nats of the teacher's shares behind the prompt, both by logits [texts, T - 1, vocabulary]."""
+    p, log_q = teacher[:, prompt - 1 :].softmax(-1), student[:, prompt - 1 :].log_softmax(-1)
+    return -(p * log_q).sum(-1).mean()
 
 
 def rows_of(step: int, count: int, batch: int, seed: int) -> Tensor:

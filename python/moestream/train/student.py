@@ -313,8 +313,10 @@ class Model:
         return self.hf(input_ids=tokens, use_cache=cache is not None, **cached).logits.float()
 
     def parameters(self) -> list[nn.Parameter]:
-        """What is trained: A and B of each LoRA, by the names of the tensors."""
-        return [parameter for _, lora in sorted(self.loras.items()) for parameter in (lora.a, lora.b)]
+        """What is trained: A and B of each LoRA, by the names of the tensors, then heads that are not frozen, by owner."""
+        of_loras = [parameter for _, lora in sorted(self.loras.items()) for parameter in (lora.a, lora.b)]
+        of_heads = [parameter for _, head in sorted(self.heads.items()) for parameter in head.parameters()]
+        return of_loras + [parameter for parameter in of_heads if parameter.requires_grad]
 
 
 def load_model(

@@ -168,5 +168,9 @@ def add_recovery_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="X" if kind is float else "N",
             help=f"{what} (default: %(default)s)",
         )
+    training.add_argument(
+        "--soft-targets", action="store_true", help="sft: learn the teacher's shares of all tokens, not only its token"
+    )
+    training.add_argument("--train-heads", action="store_true", help="train the heads too, by the same loss")
     training.add_argument("-t", "--threads", type=int, metavar="N", help="threads (default: the physical cores)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

@@ -44,6 +44,8 @@ def sft(
     rank: int = LoraPlan.rank,
     alpha: float = LoraPlan.alpha,
     top_k: int = LoraPlan.top_k,
+    soft_targets: bool = LoraPlan.soft_targets,
+    train_heads: bool = LoraPlan.train_heads,
     learning_rate: float = LoraPlan.learning_rate,
     validate_every: int = LoraPlan.validate_every,
     patience: int = LoraPlan.patience,
