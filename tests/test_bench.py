@@ -365,7 +365,7 @@ def test_an_arm_that_would_take_all_memory_is_refused_where_nothing_limits_it(
 
 
 def test_without_the_right_to_make_a_group_nothing_is_measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cgroup, "mounted", dict)
+    monkeypatch.setattr(cgroup, "_mounts", dict)
     monkeypatch.setattr(cgroup.shutil, "which", lambda name: None)
     with pytest.raises(
         MeasurementError,
@@ -375,7 +375,7 @@ def test_without_the_right_to_make_a_group_nothing_is_measured(folder: Path, mon
 
 
 def test_without_limits_a_group_is_not_needed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cgroup, "mounted", dict)
+    monkeypatch.setattr(cgroup, "_mounts", dict)
     monkeypatch.setattr(cgroup.shutil, "which", lambda name: None)
     (found,) = benchmark(model=make(folder), arms="stream-reactive", n_prompt=0, n_gen=4, repetitions=1, warmup=0)
     assert (found["outcome"], found["cgroup_peak"], found["limited_by"]) == ("ok", None, "")
@@ -413,7 +413,7 @@ def fake_systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, works: bool
     for file in (run, tmp_path / "systemctl"):
         file.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(cgroup, "mounted", dict)
+    monkeypatch.setattr(cgroup, "_mounts", dict)
     return log
 
 

@@ -26,7 +26,7 @@ from synthetic.heads import make_sidecar
 
 from . import demo_model, head_quality, prerouter
 from .ahead import FASTEST, SETTLES_TOKENS, Effort, Turn, fill, routing_of, summed
-from .figure import Figure, MeasurementError, note
+from .figure import Figure, note
 from .processor import SlowProcessor
 from .streams import zipf_stream
 from .subject import Subject, made
@@ -77,7 +77,7 @@ FULL = Plan(
     worths=(1, 2, 4, 8),
     ratios=(0.5, 1.0, 2.0),
     shares=(1.0, 0.5, 0.25, 0.125),
-    turn_s=3.0,
+    turn_s=2.0,
     sequences=(1, 2, 4, 8),
     sequence_worths=(4, 8),
 )
@@ -103,6 +103,7 @@ class Bench:
     plan: Plan
     prerouter: prerouter.Bench
     demo: demo_model.Bench
+    teacher: Path | None
     kept: contextlib.ExitStack
     keep: bool
 
@@ -121,9 +122,14 @@ class Bench:
         return moestream.describe(self.model)
 
     @cached_property
-    def sidecar(self) -> Path:
-        path = self.model.with_name("random.sidecar.gguf")
-        return make_sidecar(self.model, path, width=self.plan.width)
+    def sidecars(self) -> dict[str, Path]:
+        """With random heads, by their type."""
+        return {
+            kind: make_sidecar(
+                self.model, self.model.with_name(f"{kind}.sidecar.gguf"), width=self.plan.width, type=kind
+            )
+            for kind in ("Q8_0", "Q4_0")
+        }
 
     @cached_property
     def folder(self) -> Path:
@@ -149,20 +155,19 @@ class Bench:
         options = {"n_ctx": CONTEXT, **options}
         return Arm(self.model, "streamed", replay=routing, prefetch="router+lookahead", **options)
 
-    def with_heads(self, arm: Arm) -> Arm:
-        return replace(arm, prefetch="router", replay_recall=None, prerouter="route", sidecar=self.sidecar)
+    def with_heads(self, arm: Arm, kind: str = "Q8_0") -> Arm:
+        return replace(arm, prefetch="router", replay_recall=None, prerouter="route", sidecar=self.sidecars[kind])
 
 
 @contextlib.contextmanager
 def open_bench(model: Path | None, quick: bool, keep: bool) -> Iterator[Bench]:
-    if model is not None:
-        raise MeasurementError("heads are measured on a shape and a demo model of their own: leave out --model")
+    """`model` is the demo model's file in F16, which tools/train_demo_model leaves: the teacher that quality is held against."""
     with (
         prerouter.open_bench(None, quick=quick, keep=keep) as guesses,
         demo_model.open_bench(None, quick=quick, keep=keep) as demo,
         contextlib.ExitStack() as kept,
     ):
-        yield Bench(QUICK if quick else FULL, guesses, demo, kept, keep)
+        yield Bench(QUICK if quick else FULL, guesses, demo, model, kept, keep)
 
 
 # What heads cost
@@ -171,17 +176,17 @@ def open_bench(model: Path | None, quick: bool, keep: bool) -> Iterator[Bench]:
 def cost(bench: Bench) -> Iterator[Figure]:
     """Of the heads of all layers, for a token: bytes of weights that are read, and time."""
     for k in bench.plan.experts_used:
-        arm = bench.arm(bench.routing(k), experts_used=k, cache=bench.slots_bytes(4 * k * bench.layers))
-        with Session(bench.with_heads(arm)) as session:
-            session.feed(bench.stream[:4])
-            feed = session.feed(bench.stream[: bench.plan.effort.tokens])
-        tokens = len(feed.token_s)
-        yield Figure(f"cost[K={k}].read", feed.experts["heads_bytes"] / tokens / 1e6, "MB/token")
-        yield Figure(f"cost[K={k}].time", feed.experts["heads_s"] / tokens * 1e3, "ms/token")
-        yield Figure(
-            f"cost[K={k}].of_computing", feed.experts["heads_s"] / (sum(feed.token_s) - feed.experts["wait_s"])
-        )
-        yield Figure(f"cost[K={k}].dropped", feed.experts["dropped"], at_most=0)
+        for kind in bench.sidecars:
+            arm = bench.arm(bench.routing(k), experts_used=k, cache=bench.slots_bytes(4 * k * bench.layers))
+            with Session(bench.with_heads(arm, kind)) as session:
+                session.feed(bench.stream[:4])
+                feed = session.feed(bench.stream[: bench.plan.effort.tokens])
+            tokens, found = len(feed.token_s), feed.experts
+            name = f"cost[K={k} {kind}]"
+            yield Figure(f"{name}.read", found["heads_bytes"] / tokens / 1e6, "MB/token")
+            yield Figure(f"{name}.time", found["heads_s"] / tokens * 1e3, "ms/token")
+            yield Figure(f"{name}.of_computing", found["heads_s"] / (sum(feed.token_s) - found["wait_s"]))
+            yield Figure(f"{name}.dropped", found["dropped"], at_most=0)
 
 
 # One sequence
@@ -189,7 +194,7 @@ def cost(bench: Bench) -> Iterator[Figure]:
 
 @dataclass
 class Pair:
-    """Two processes of one model with caches of one size, without and with heads, on a processor that both are held to."""
+    """Two processes of one model with caches of one size, without heads and with them."""
 
     sessions: dict[str, Session]  # by arm
     stream: list[int]
@@ -226,7 +231,7 @@ def speed(bench: Bench) -> Iterator[Figure]:
             for share, seconds in computing.items():
                 yield Figure(f"speed[K={k} processor={share:g}].from_memory", 1 / seconds, "tok/s")
             for worth in plan.worths:
-                with _pair(bench, slow, routing, k, worth) as pair:
+                with _pair(bench, routing, k, worth) as pair:
                     for ratio in plan.ratios:
                         yield from _point(pair, slow, computing, plan, f"K={k} slots={worth}x", ratio, worth)
 
@@ -235,7 +240,6 @@ def _compute_s(bench: Bench, slow: SlowProcessor, routing: Path, k: int) -> dict
     """Seconds of a token with every expert in memory and without heads, by the share of the processor."""
     found = {}
     with Session(bench.arm(routing, experts_used=k)) as session:
-        slow.hold(session.pid)
         fill(session, bench.stream, bench.plan.effort)
         for share in bench.plan.shares:
             slow.share(share)
@@ -247,14 +251,12 @@ def _compute_s(bench: Bench, slow: SlowProcessor, routing: Path, k: int) -> dict
 
 
 @contextlib.contextmanager
-def _pair(bench: Bench, slow: SlowProcessor, routing: Path, k: int, worth: int) -> Iterator[Pair]:
+def _pair(bench: Bench, routing: Path, k: int, worth: int) -> Iterator[Pair]:
     slots = worth * k * bench.layers
     recall = bench.prerouter.recall["qwen3moe"]
     arm = bench.arm(routing, experts_used=k, cache=bench.slots_bytes(slots), replay_recall=recall)
     with Session(arm) as without, Session(bench.with_heads(arm)) as with_heads:
         pair = Pair({REACTIVE: without, LOOKAHEAD: without, HEADS: with_heads}, bench.stream, 0, 0)
-        for session in (without, with_heads):
-            slow.hold(session.pid)
         for name in (REACTIVE, HEADS):
             pair.feed(name, bench.plan.effort.warms, rate=0)
             pair.sessions[name].settle()
@@ -266,7 +268,6 @@ def _pair(bench: Bench, slow: SlowProcessor, routing: Path, k: int, worth: int) 
             f"{pair.needed_bytes / 1e6:.0f} MB a token are not there, and the disk gives {pair.disk / 1e9:.2f} GB/s"
         )
         yield pair
-        slow.share(1)
 
 
 def _point(
@@ -291,6 +292,7 @@ def _point(
         yield Figure(f"{name}.{arm}.share", turn.share, at_least=0.90 if arm == HEADS else None)
     yield Figure(f"{name}.hit_rate", turns[REACTIVE].hit_rate)
     reactive = turns[REACTIVE].tokens_per_s
+    yield Figure(f"{name}.most_over_reactive", 1 / turns[REACTIVE].share)  # it reads while it computes, too
     yield Figure(f"{name}.lookahead_over_reactive", turns[LOOKAHEAD].tokens_per_s / reactive)
     bound = 1.8 if ratio == 1 and worth <= FEW_SLOTS else None
     yield Figure(f"{name}.heads_over_reactive", turns[HEADS].tokens_per_s / reactive, at_least=bound)
@@ -352,7 +354,8 @@ def _together(bench: Bench, routing: Path, n: int, worth: int) -> Iterator[Figur
 
 
 def quality(bench: Bench) -> Iterator[Figure]:
-    yield from head_quality.figures(bench.demo)
+    """Of the demo model with the heads and the LoRA that ship with it."""
+    yield from head_quality.figures(bench.demo.quick, teacher=bench.teacher)
 
 
 FIGURES: dict[str, Callable[[Bench], Iterator[Figure]]] = {

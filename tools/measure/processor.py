@@ -1,74 +1,82 @@
-"""A slower processor: processes that get a share of the real one's time, by a cgroup.
+"""A slower processor: what it does is interrupted, many times a millisecond's length, on all cores at once.
 
     with SlowProcessor() as slow:
-        slow.hold(session.pid)
-        slow.share(0.25)      # of all cores' time, in turns of a few milliseconds
+        slow.share(0.25)      # of its time is left to others, whoever they are
         slow.share(1)         # all of it
 
-What reads for them is held, too: a reader's thread cannot ask for more than its process has time to. Clock and memory are those
-of the fast processor, so that a token takes as much longer as there is less time, whatever it computes.
+On each core a process of real-time priority takes the rest of every half millisecond, at the same time on all of them. So whatever is
+computed takes as much longer, and so does all that a reader does; a disk and the pauses of who waits for it are what they were. (A
+quota of a cgroup is no slower processor: who waits for a disk half of the time has used half of it, and computes at full speed.)
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import subprocess
+import sys
 import time
-from pathlib import Path
 from types import TracebackType
-
-from moestream.bench.cgroup import mounted
 
 from .figure import MeasurementError
 
 __all__ = ["SlowProcessor"]
 
-_TURN_US = 5000
-_ALL = -1
+_TURN_S = 500e-6
+_HOG = """
+import os, sys, time
+core, turn, busy = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
+os.sched_setaffinity(0, {core})
+os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+print(flush=True)
+parent = os.getppid()
+while os.getppid() == parent:
+    begin = time.monotonic() // turn * turn
+    while time.monotonic() < begin + busy:
+        pass
+    time.sleep(max(0.0, begin + turn - time.monotonic()))
+"""
 
 
 class SlowProcessor:
-    """A cgroup inside the `with` block. What still runs in it at the end goes back to the group that it came from.
+    """Inside the `with` block the processor can be slowed down, for the whole machine.
 
     Raises:
-        MeasurementError: no cgroup controller for processor time, or no right to use it.
+        MeasurementError: no right to real-time priority.
     """
 
+    def __init__(self) -> None:
+        self._hogs: list[subprocess.Popen[bytes]] = []
+
     def __enter__(self) -> SlowProcessor:
-        mounts = mounted()
-        self._is_v1 = "cpu" in mounts
-        parent = mounts.get("cpu", mounts.get("unified"))
-        if parent is None:
-            raise MeasurementError("a slower processor needs the cgroup controller cpu, and it is not mounted here")
-        self._parent = parent
-        self._folder: Path = parent / f"moestream-figures-{os.getpid()}-{time.monotonic_ns()}"
-        try:
-            self._folder.mkdir()
-            self.share(1)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                self._folder.rmdir()
-            raise MeasurementError(f"cannot make a cgroup for a slower processor: {error}; it takes root") from error
         return self
 
-    def hold(self, pid: int) -> None:
-        """A process, with all of its threads."""
-        (self._folder / "cgroup.procs").write_text(str(pid))
-
     def share(self, share: float) -> None:
-        """Of the time of all cores, above 0 to 1, from now on."""
-        quota = _ALL if share == 1 else int(share * (os.cpu_count() or 1) * _TURN_US)
-        if self._is_v1:
-            (self._folder / "cpu.cfs_quota_us").write_text(str(_ALL))
-            (self._folder / "cpu.cfs_period_us").write_text(str(_TURN_US))
-            (self._folder / "cpu.cfs_quota_us").write_text(str(quota))
-        else:
-            (self._folder / "cpu.max").write_text(f"{'max' if quota == _ALL else quota} {_TURN_US}")
+        """Of the processor's time, above 0 to 1, from now on."""
+        self._stop()
+        if share == 1:
+            return
+        for core in sorted(os.sched_getaffinity(0)):
+            command = [sys.executable, "-S", "-c", _HOG, str(core), str(_TURN_S), str((1 - share) * _TURN_S)]
+            hog = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            self._hogs.append(hog)
+            if not hog.stdout.readline():
+                error = hog.communicate()[1].decode().strip().splitlines()[-1:]
+                self._stop()
+                raise MeasurementError(f"a slower processor needs real-time priority, and so root: {' '.join(error)}")
+        time.sleep(0.1)
+
+    def _stop(self) -> None:
+        for hog in self._hogs:
+            with contextlib.suppress(ProcessLookupError):
+                hog.send_signal(signal.SIGKILL)
+            hog.wait()
+            hog.stdout.close()
+            hog.stderr.close()
+        self._hogs.clear()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for pid in (self._folder / "cgroup.procs").read_text().split():
-            with contextlib.suppress(OSError):  # it may have ended
-                (self._parent / "cgroup.procs").write_text(pid)
-        self._folder.rmdir()
+        self._stop()

@@ -27,7 +27,7 @@ from types import TracebackType
 from ..errors import MeasurementError
 from .disk import BlockDevice
 
-__all__ = ["GroupUsage", "LimitedGroup", "SystemdScope", "limited", "mounted"]
+__all__ = ["GroupUsage", "LimitedGroup", "SystemdScope", "limited"]
 
 _PREFIX = "moestream-bench-"
 
@@ -79,7 +79,7 @@ class LimitedGroup:
 
     def __enter__(self) -> LimitedGroup:
         try:
-            mounts = mounted()
+            mounts = _mounts()
             if "memory" in mounts:
                 _remove_forgotten(mounts["memory"], *([mounts["blkio"]] if "blkio" in mounts else []))
                 self._make_v1(mounts)
@@ -309,7 +309,7 @@ def _remove_group(folder: Path) -> None:
             time.sleep(0.05)
 
 
-def mounted() -> dict[str, Path]:
+def _mounts() -> dict[str, Path]:
     """Where each v1 controller is mounted, and the v2 hierarchy under "unified"."""
     found: dict[str, Path] = {}
     for line in _read(Path("/proc/self/mountinfo")).splitlines():
