@@ -290,9 +290,10 @@ def _point(
         yield Figure(f"{name}.{arm}", turn.tokens_per_s, "tok/s")
         yield Figure(f"{name}.{arm}.wait", turn.wait_s * 1e3, "ms/token")
         yield Figure(f"{name}.{arm}.share", turn.share, at_least=0.90 if arm == HEADS else None)
-    yield Figure(f"{name}.hit_rate", turns[REACTIVE].hit_rate)
+        yield Figure(f"{name}.{arm}.hit_rate", turn.hit_rate)
     reactive = turns[REACTIVE].tokens_per_s
-    yield Figure(f"{name}.most_over_reactive", 1 / turns[REACTIVE].share)  # it reads while it computes, too
+    # It reads while it computes, too. Heads can give more only by missing less: what the next token takes is not given away.
+    yield Figure(f"{name}.limit_over_reactive", 1 / turns[REACTIVE].share)
     yield Figure(f"{name}.lookahead_over_reactive", turns[LOOKAHEAD].tokens_per_s / reactive)
     bound = 1.8 if ratio == 1 and worth <= FEW_SLOTS else None
     yield Figure(f"{name}.heads_over_reactive", turns[HEADS].tokens_per_s / reactive, at_least=bound)

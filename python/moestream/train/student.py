@@ -5,7 +5,7 @@
     names = add_lora(student, rank=16, alpha=32.0, seed=1)
     logits = student.text(tokens, first_step)           # [texts, T, vocabulary], all positions at once, with gradients
 
-**What routes.** As at run time (specs of the method): layers without a head, and prompts, by their gate. The token after a prompt
+**What routes.** As at run time (docs/heads.md): layers without a head, and prompts, by their gate. The token after a prompt
 is decoded first, at position s (`first_step`): by the gate in every layer, for nothing is predicted yet. At a later position t
 the router's output in layer N + 1 is what the head of layer N said at t - 1, out of its own state h and the experts a that it
 executed there, and b those at t - 2, zeros unless t - 2 >= s. All that follows (softmax or sigmoid, bias, groups, top-k, norm of
