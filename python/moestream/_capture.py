@@ -27,7 +27,7 @@ from .trace import RoutingTrace
 if TYPE_CHECKING:
     from .llama import Llama
 
-__all__ = ["RoutingRecorder", "fingerprint", "record_routing"]
+__all__ = ["GraphWatcher", "RoutingRecorder", "fingerprint", "record_routing"]
 
 _ffi = FFI()
 _ffi.cdef(
@@ -159,7 +159,49 @@ def _pieces(llm: Llama, text: str | bytes | Sequence[int], context: int) -> Iter
         yield np.array([*begin, *tokens[first : first + step]], np.int32)
 
 
-class RoutingRecorder:
+class GraphWatcher:
+    """Looks at nodes of a graph as they are computed; `look` is the `on_node` of `evaluating`.
+
+    A subclass says which nodes it wants, and takes their results.
+    """
+
+    def __init__(self) -> None:
+        self._failure: BaseException | None = None
+        self._layout_checked = False
+
+    def is_wanted(self, node: Any) -> bool:
+        """Before a node is computed: is its result wanted?"""
+        raise NotImplementedError
+
+    def take(self, node: Any) -> None:
+        """A wanted node was computed."""
+        raise NotImplementedError
+
+    def look(self, address: int, ask: bool, _: object) -> bool:
+        """llama.cpp's callback: whether a node's result is wanted when `ask`, else whether to go on."""
+        if self._failure is not None:  # an exception cannot cross C: raise_failure does
+            return not ask
+        try:
+            node = _ffi.cast("struct ggml_tensor *", address)
+            if not self._layout_checked:
+                _check_layout(node)
+                self._layout_checked = True
+            if ask:
+                return self.is_wanted(node)
+            self.take(node)
+            return True
+        except BaseException as error:
+            self._failure = error
+            return not ask
+
+    def raise_failure(self) -> None:
+        """Raises what `look` could not, after a batch."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+
+class RoutingRecorder(GraphWatcher):
     """Gathers, batch by batch, what each layer chose; its `look` is the `on_node` of :func:`moestream._evaluation.evaluating`.
 
     Attributes:
@@ -169,39 +211,23 @@ class RoutingRecorder:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.layers: list[int] = []
         self.experts: list[npt.NDArray[np.int32]] = []
         self.weights: list[npt.NDArray[np.float16]] = []
         self._chosen: dict[int, npt.NDArray[np.int32]] = {}
         self._weighted: dict[int, npt.NDArray[np.float32]] = {}
-        self._failure: BaseException | None = None
-        self._layout_checked = False
 
-    def look(self, address: int, ask: bool, _: object) -> bool:
-        """llama.cpp's callback: whether a node's result is wanted when `ask`, else whether to go on."""
-        if self._failure is not None:  # an exception cannot cross C: end_batch raises it
-            return not ask
-        try:
-            node = _ffi.cast("struct ggml_tensor *", address)
-            if not self._layout_checked:
-                _check_layout(node)
-                self._layout_checked = True
-            return self._is_wanted(node) if ask else self._take(node)
-        except BaseException as error:
-            self._failure = error
-            return not ask
-
-    def _is_wanted(self, node: Any) -> bool:
+    def is_wanted(self, node: Any) -> bool:
         layer = _layer_of_product(node)
         return bool(_WEIGHTED.fullmatch(_ffi.string(node.name))) or (layer is not None and layer not in self._chosen)
 
-    def _take(self, node: Any) -> bool:
+    def take(self, node: Any) -> None:
         # The first in a layer: grovemoe then takes other experts of the same name.
         if (layer := _layer_of_product(node)) is not None:
             self._chosen[layer] = _rows(node.src[2], _I32, 0)
         elif found := _WEIGHTED.fullmatch(_ffi.string(node.name)):
             self._weighted.setdefault(int(found[1]), _rows(node.src[1], _F32, 1))
-        return True
 
     def end_batch(self, n_tokens: int) -> None:
         """Puts together what the layers chose for the `n_tokens` of a batch.
@@ -209,9 +235,7 @@ class RoutingRecorder:
         Raises:
             ModelError: A layer told less or more than one choice of `top_k` experts per token.
         """
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        self.raise_failure()
         chosen, weighted = self._chosen, self._weighted
         self._chosen, self._weighted = {}, {}
         self.layers = self.layers or sorted(chosen)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from .._capture import _F32, _I32, _check_layout, _ffi, _ggml, _layer_of_product, _pieces, _rows, fingerprint
+from .._capture import _F32, _I32, GraphWatcher, _ffi, _ggml, _layer_of_product, _pieces, _rows, fingerprint
 from .._evaluation import evaluating
 from ..errors import ModelError, OptionError
 from .dataset import Capture, CaptureHeader, CaptureWriter, require_room
@@ -163,35 +163,20 @@ def _of_graph(header: CaptureHeader, rows: dict[str, npt.NDArray[Any]], gating: 
     return dataclasses.replace(header, top_k=top_k.pop(), d=rows[f"hidden.{header.owners[0]}"].shape[1], gating=gating)
 
 
-class _Recorder:
-    """Takes, batch by batch, states, router outputs and experts; `look` is the `on_node` of `evaluating`."""
+class _Recorder(GraphWatcher):
+    """Takes, batch by batch, states, router outputs and experts."""
 
     def __init__(self, owners: Sequence[int]) -> None:
+        super().__init__()
         self._owners = set(owners)
         self._consumers = {owner + 1 for owner in owners}
         self._taken: dict[str, npt.NDArray[Any]] = {}
         self._of_router: dict[int, int] = {}  # address of a router's output, or of what a bias makes of it -> layer
         self._sigmoid: dict[int, bool] = {}
-        self._failure: BaseException | None = None
-        self._layout_checked = False
 
-    def look(self, address: int, ask: bool, _: object) -> bool:
-        """llama.cpp's callback: whether a node's result is wanted when `ask`, else whether to go on."""
-        if self._failure is not None:  # an exception cannot cross C: end_batch raises it
-            return not ask
-        try:
-            node = _ffi.cast("struct ggml_tensor *", address)
-            if not self._layout_checked:
-                _check_layout(node)
-                self._layout_checked = True
-            if ask:
-                self._follow(node, address)
-                return bool(self._wanted(node))
-            self._take(node)
-            return True
-        except BaseException as error:
-            self._failure = error
-            return not ask
+    def is_wanted(self, node: Any) -> bool:
+        self._follow(node, int(_ffi.cast("uintptr_t", node)))
+        return bool(self._wanted(node))
 
     def _follow(self, node: Any, address: int) -> None:
         """Finds out what a consumer's graph makes of the router's output."""
@@ -222,7 +207,7 @@ class _Recorder:
         # The first in a layer: grovemoe then takes other experts of the same name.
         return [(what, layer) for what, layer in found if f"{what}.{layer}" not in self._taken]
 
-    def _take(self, node: Any) -> None:
+    def take(self, node: Any) -> None:
         for what, layer in self._wanted(node):
             if what == "gate":
                 rows = _rows(node, _F32, 0)
@@ -242,9 +227,7 @@ class _Recorder:
         Raises:
             ModelError: Something was not found, is of an unexpected shape, or too large for float16.
         """
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        self.raise_failure()
         taken, self._taken = self._taken, {}
         self._of_router.clear()
         expected = [f"hidden.{n}" for n in sorted(self._owners)] + [f"gate.{n}" for n in sorted(self._consumers)]

@@ -37,25 +37,41 @@ _PLAN = (
 )
 
 
-def trained(
+def train(
     phase: str,
     *,
-    model: str | os.PathLike[str] | None,
-    hf_repo: str | None,
-    hf_file: str | None,
+    model: str | os.PathLike[str] | None = None,
+    hf_repo: str | None = None,
+    hf_file: str | None = None,
     hf: str | os.PathLike[str],
     sidecar: str | os.PathLike[str],
     file: Sequence[str | os.PathLike[str]],
-    validation: Sequence[str | os.PathLike[str]] | None,
+    validation: Sequence[str | os.PathLike[str]] | None = None,
     output: str | os.PathLike[str],
-    experts_used: int | None,
-    threads: int | None,
-    on_validation: Callable[[int, float], None],
-    progress: Callable[[str, int, int], None],
-    should_stop: Callable[[], bool],
+    experts_used: int | None = None,
+    threads: int | None = None,
+    on_validation: Callable[[int, float], None] = lambda step, loss: None,
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+    should_stop: Callable[[], bool] = lambda: False,
     **plan: Any,
 ) -> LoraResult:
-    """Runs a phase with the options of the command line."""
+    """What `moestream train sft` and `distill` do, with the long names of their options.
+
+    Args:
+        phase: "sft" or "distill".
+        model: The GGUF that the sidecar is for. By default the one that ships with the package.
+        hf_repo, hf_file: As in `moestream generate`.
+        hf: A folder of the model's Hugging Face weights.
+        file, validation: Files of text, or of token ids (`.npy`).
+        output: The sidecar to write.
+        threads: By default one per physical core this process may use.
+        sidecar, experts_used, on_validation, progress, should_stop: As in `moestream.train.sft.train_sft`.
+        plan: As in `moestream.train.LoraPlan`.
+
+    Raises:
+        MoestreamError: The options or the files are no good, or do not belong together.
+        moestream.train.recovery.Interrupted: `should_stop` said so.
+    """
     require_packages("torch", "transformers", "matplotlib")
     from ...train.distill import train_distill
     from ...train.sft import train_sft
@@ -63,9 +79,9 @@ def trained(
     options = LoraPlan(**plan, threads=default_threads() if threads is None else threads)
     texts = tokenised(read_texts(file), hf)
     held = None if not validation else tokenised(read_texts(validation), hf)
-    train = {"sft": train_sft, "distill": train_distill}[phase]
+    function = {"sft": train_sft, "distill": train_distill}[phase]
     path = locate(model, hf_repo, hf_file)
-    return train(
+    return function(
         hf,
         path,
         sidecar,
@@ -80,7 +96,7 @@ def trained(
     )
 
 
-def show(function: Callable[..., LoraResult], *, json: bool, output: str, **options: Any) -> int:
+def show(phase: str, *, json: bool, output: str, **options: Any) -> int:
     """Runs a phase, prints what came of it, and returns the exit code."""
     require_writable(output)
     try:
@@ -91,7 +107,8 @@ def show(function: Callable[..., LoraResult], *, json: bool, output: str, **opti
                 name, unit = names[what]
                 progress.show(name, done, total, unit=unit)
 
-            result = function(
+            result = train(
+                phase,
                 **options,
                 output=output,
                 on_validation=progress.validated,
