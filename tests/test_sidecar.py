@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -58,6 +59,7 @@ from moestream.sidecar import (
 )
 from moestream.sidecar.safetensors_file import SafetensorsFile
 from moestream.sidecar.unapplied import unapplied
+from sidecars import make_heads
 
 D, EXPERTS, TOPK, WIDTH = 128, 32, 2, 64
 OWNERS = (0, 2)
@@ -1307,6 +1309,20 @@ def test_pack_inspect_unpack(
     assert sidecar_command(capsys, "pack", "-m", model, *arguments, "-o", again)[0] == 0
     one, two = (dict(Sidecar.read(file).matrices()) for file in (path, again))
     assert all(np.array_equal(matrix.data, two[name].data) for name, matrix in one.items())
+
+
+def test_what_a_sidecar_says_commands_no_terminal_and_fills_none(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = dataclasses.replace(BaseModel.open(model).base, name="a \x1b[31mred one")
+    quality = {"\x1b]0;title": "short", "long": list(range(1000))}
+    Sidecar(base, make_heads([0], top_k=2), quality=quality).write(tmp_path / "a.sidecar.gguf")
+    code, out, _ = sidecar_command(capsys, "inspect", tmp_path / "a.sidecar.gguf")
+    assert code == 0 and "\x1b" not in out and "sidecar for a \ufffd[31mred one (" in out
+    assert "quality  \ufffd]0;title: short\n" in out
+    assert out.splitlines()[-1].endswith(" ... (all of it: --json)") and len(out.splitlines()[-1]) < 220
+    told = json.loads(sidecar_command(capsys, "inspect", tmp_path / "a.sidecar.gguf", "--json")[1])
+    assert told["quality"] == quality
 
 
 @pytest.mark.parametrize("part", ["inspect", "merge", "pack", "unpack"])

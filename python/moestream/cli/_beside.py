@@ -10,6 +10,8 @@ import unicodedata
 from collections.abc import Sequence
 from typing import TextIO
 
+from ._output import printable
+
 _WIDE = 100
 _WIDEST = 150
 _GAP = 4
@@ -83,8 +85,7 @@ def below(headings: Sequence[Sequence[str]], texts: Sequence[str], width: int) -
 
 def wrap(text: str, width: int) -> list[str]:
     """Rows of at most `width` cells; what a terminal would take for a command is replaced by U+FFFD."""
-    text = text.expandtabs(4).strip("\n").removeprefix(" ")
-    text = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
+    text = printable(text.expandtabs(4).strip("\n").removeprefix(" "))
     rows = []
     for line in text.split("\n"):
         row = ""

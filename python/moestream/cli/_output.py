@@ -40,10 +40,15 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
 
 
+def printable(text: str) -> str:
+    """The text with U+FFFD in place of what a terminal would take for a command; line ends stay."""
+    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
+
+
 def print_columns(
     rows: Iterable[Sequence[str]], *, right: Sequence[int] = (), indent: int = 0, file: TextIO | None = None
 ) -> None:
-    """Prints rows of text in aligned columns, two spaces apart.
+    """Prints rows of text in aligned columns, two spaces apart; `printable`, whatever file it came from.
 
     Args:
         rows: Rows of cells; a row may be shorter than the others. Its last cell may be as long as it likes.
@@ -51,7 +56,7 @@ def print_columns(
         indent: Spaces before each line.
         file: Where to print, stdout by default.
     """
-    rows = [list(row) for row in rows]
+    rows = [[printable(cell) for cell in row] for row in rows]
     right = {column if column >= 0 else len(rows[0]) + column for column in right} if rows else set()
     widths: dict[int, int] = {}
     for row in rows:

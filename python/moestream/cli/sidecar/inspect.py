@@ -21,11 +21,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...memory import format_size
-from .._output import print_columns, print_json
+from .._output import print_columns, print_json, printable
 from ..inspect import layer_ranges
 
 if TYPE_CHECKING:
     from ...sidecar import BaseModel, Heads, Lora, Sidecar
+
+_LONGEST = 160  # of a record's text that is shown
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _print(inspection: Inspection) -> None:
     sidecar = inspection.sidecar
-    print(f"sidecar for {sidecar.base.name} ({sidecar.base.architecture})")
+    print(printable(f"sidecar for {sidecar.base.name} ({sidecar.base.architecture})"))
     print_columns(_facts(inspection), indent=2)
 
 
@@ -114,7 +116,8 @@ def _facts(inspection: Inspection) -> Iterator[tuple[str, str]]:
     yield "made", f"by {sidecar.tool}"
     for name in ("provenance", "quality"):
         for key, value in getattr(sidecar, name).items():
-            yield name, f"{key}: {value if isinstance(value, str) else json_text.dumps(value, ensure_ascii=False)}"
+            text = value if isinstance(value, str) else json_text.dumps(value, ensure_ascii=False)
+            yield name, f"{key}: {text if len(text) <= _LONGEST else text[:_LONGEST] + ' ... (all of it: --json)'}"
 
 
 def _types(heads: Heads) -> str:
