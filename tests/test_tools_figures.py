@@ -11,6 +11,7 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+import psutil
 import pytest
 
 import moestream
@@ -19,6 +20,7 @@ from isolation import isolated
 from measure import compiler, compute, disk, head_quality, quality
 from measure.competitor import Competitor
 from measure.figure import MeasurementError
+from measure.processor import SlowProcessor
 from measure.streams import random_prompt
 from measure.subject import Subject
 from measure.zeros import zeros_by_layer
@@ -240,6 +242,33 @@ def test_a_cache_that_still_misses_the_second_time_gives_no_figure(
     with compute.open_bench(model=path, quick=True, keep=False) as bench:
         with pytest.raises(MeasurementError, match=r"^\d+ misses the second time, with a cache of \d+ bytes for every"):
             compute._resident(bench, arm)
+
+
+# A slower processor
+
+
+def real_time_children() -> list[int]:
+    """The core of each child process of real-time priority."""
+    children = psutil.Process().children()
+    return [
+        core for child in children if os.sched_getscheduler(child.pid) == os.SCHED_FIFO for core in child.cpu_affinity()
+    ]
+
+
+def test_a_slower_processor_is_one_inside_its_block() -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    try:
+        with SlowProcessor() as slow:
+            assert real_time_children() == []
+            slow.share(0.9)
+            assert sorted(real_time_children()) == cores
+            slow.share(1)
+            assert real_time_children() == []
+            slow.share(0.9)
+    except MeasurementError as error:
+        assert "needs real-time priority, and so root" in str(error)
+        pytest.skip(str(error))
+    assert real_time_children() == []
 
 
 # What the heads of a demo model are worth
