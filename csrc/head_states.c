@@ -1,5 +1,6 @@
 #include "head_states.h"
 
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -96,7 +97,11 @@ bool ms_head_memory_restore(struct ms_head_memory *memory, const void *saved, si
     if (bytes != ms_head_memory_bytes(memory)) return false;
     memcpy(numbers, saved, sizeof numbers);
     if (numbers[0] != memory->n_heads || numbers[1] != memory->n_experts || numbers[4] < 0 || numbers[4] > 1) return false;
-    const int32_t *n = (const int32_t *)((const uint8_t *)saved + sizeof numbers) + 2 * memory->n_heads * memory->n_experts, *experts = n + 2 * memory->n_heads;
+    int n_logits = 2 * memory->n_heads * memory->n_experts;
+    const float *logits = (const float *)((const uint8_t *)saved + sizeof numbers);
+    const int32_t *n = (const int32_t *)(logits + n_logits), *experts = n + 2 * memory->n_heads;
+    for (int i = 0; i < n_logits; i++)
+        if (!isfinite(logits[i])) return false;
     for (int h = 0; h < 2 * memory->n_heads; h++) {
         if (n[h] < 0 || n[h] > memory->n_experts) return false;
         for (int i = 0; i < n[h]; i++)

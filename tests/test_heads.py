@@ -587,7 +587,8 @@ def test_what_other_heads_said_is_not_taken(folder: Path) -> None:
     first, said = isolated(restored_from, path, None, TOKENS[:30])
     _, of_others = isolated(restored_from, other, None, TOKENS[:30])
     assert not np.array_equal(isolated(restored_from, path, said, TOKENS[:30])[0], first)
-    for wrong in (of_others, said[:-4], b"", said[:8] + b"\xff" * (len(said) - 8)):
+    nan = said[:28] + np.float32(np.nan).tobytes() + said[32:]  # behind the position and five numbers, the first logit
+    for wrong in (of_others, said[:-4], b"", said[:8] + b"\xff" * (len(said) - 8), nan):
         assert np.array_equal(isolated(restored_from, path, wrong, TOKENS[:30])[0], first)
 
 
