@@ -572,9 +572,11 @@ def followed(path: Path) -> list[str]:
     return wrong
 
 
-def restored_from(path: Path, saved: bytes | None, tokens: Sequence[int]) -> tuple[np.ndarray, bytes | None]:
+def restored_from(
+    path: Path, saved: bytes | None, tokens: Sequence[int], sidecar: Path | None = None
+) -> tuple[np.ndarray, bytes | None]:
     """The step after a text, where `saved` is what heads are said to have said of it; and what they did say."""
-    with loaded(path) as llm:
+    with loaded(path, sidecar=sidecar or sidecar_of(path)) as llm:
         llm.eval(tokens[:PROMPT])
         steps(llm, tokens[PROMPT:-1])
         said = llm._ctx.sequences.saved(0)
@@ -583,12 +585,15 @@ def restored_from(path: Path, saved: bytes | None, tokens: Sequence[int]) -> tup
 
 
 def test_what_other_heads_said_is_not_taken(folder: Path) -> None:
-    path, other = model_of("softmax", folder), model_of("softmax", folder, experts=32)
+    path, larger = model_of("softmax", folder), model_of("softmax", folder, experts=32)
     first, said = isolated(restored_from, path, None, TOKENS[:30])
-    _, of_others = isolated(restored_from, other, None, TOKENS[:30])
+    begin = 12 + 20  # behind checksum, position and five numbers, the first logit
     assert not np.array_equal(isolated(restored_from, path, said, TOKENS[:30])[0], first)
-    nan = said[:28] + np.float32(np.nan).tobytes() + said[32:]  # behind the position and five numbers, the first logit
-    for wrong in (of_others, said[:-4], b"", said[:8] + b"\xff" * (len(said) - 8), nan):
+    of_larger = said[:12] + isolated(restored_from, larger, None, TOKENS[:30])[1][12:]
+    of_others = isolated(restored_from, path, None, TOKENS[:30], sidecar_of(path, "other", seed=7))[1]
+    assert len(of_others) == len(said)
+    nan = said[:begin] + np.float32(np.nan).tobytes() + said[begin + 4 :]
+    for wrong in (of_larger, of_others, said[:-4], b"", said[:12] + b"\xff" * (len(said) - 12), nan):
         assert np.array_equal(isolated(restored_from, path, wrong, TOKENS[:30])[0], first)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import time
+import zlib
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -62,7 +63,7 @@ class Engine:
     def __init__(self, path: str, options: ExpertStreaming, *, experts_used: int = 0, sidecar: Sidecar | None = None) -> None:
         self._engine: Any = None
         self._recording = 0  # events that there is room for
-        self._head_layers = self._head_bytes = 0
+        self._head_layers = self._head_bytes = self._heads_checksum = 0
         self.options = options
         reader = ffi.new("char[]", options.reader.encode())
         policy = ffi.new("char[]", options.policy.encode())
@@ -139,6 +140,7 @@ class Engine:
                 setattr(to, "type_" + part.removesuffix("_h"), matrix.type)
                 kept.append(ffi.from_buffer(matrix.data))
                 setattr(to, part, kept[-1])
+                self._heads_checksum = zlib.crc32(matrix.data, self._heads_checksum)
         try:
             shape = {"columns": heads.columns, "experts": heads.experts, "width": heads.width}
             check(lib.ms_engine_heads, self._engine, native, len(heads.heads), _PREROUTERS[prerouter], shape, error=OptionError)
@@ -151,7 +153,7 @@ class Engine:
 
     def sequences(self) -> Sequences | None:
         """For a context that decodes; None where no routing is predicted."""
-        return Sequences(self._open) if self.predicts else None
+        return Sequences(self._open, self._heads_checksum) if self.predicts else None
 
     @property
     def _open(self) -> Any:

@@ -8,6 +8,7 @@ functions of llama.cpp) makes the next step a first one by `forget`.
 from __future__ import annotations
 
 import contextlib
+import struct
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 from ._native import ffi, lib
 
 __all__ = ["Sequences"]
+
+_SAVED = struct.Struct("<Iq")  # before what heads said: checksum of the heads, position of the step
 
 
 class Sequences:
@@ -24,8 +27,9 @@ class Sequences:
         prompt: The rows of the next batches are of a prompt, however few they are.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, heads_checksum: int) -> None:
         self._engine = engine
+        self._heads_checksum = heads_checksum
         self._next: dict[int, int] = {}  # position of the step that goes on
         self._memories: dict[int, Any] = {}
         self.prompt = False
@@ -37,17 +41,18 @@ class Sequences:
         memory = self._memories[sequence]
         said = ffi.new("uint8_t[]", lib.ms_head_memory_bytes(memory))
         lib.ms_head_memory_save(memory, said)
-        return position.to_bytes(8, "little") + bytes(ffi.buffer(said))
+        return _SAVED.pack(self._heads_checksum, position) + bytes(ffi.buffer(said))
 
     def restore(self, sequence: int, saved: bytes | None) -> None:
         """After the sequence's state was restored. What is none of these heads is as if nothing had been said."""
         self.forget(sequence)
-        if saved is None:
+        if saved is None or len(saved) < _SAVED.size:
             return
-        position, said = saved[:8], ffi.new("uint8_t[]", len(saved[8:]))
-        ffi.memmove(said, saved[8:], len(said))
-        if lib.ms_head_memory_restore(self._memory(sequence), said, len(said)):
-            self._next[sequence] = int.from_bytes(position, "little")
+        checksum, position = _SAVED.unpack_from(saved)
+        said = ffi.new("uint8_t[]", len(saved) - _SAVED.size)
+        ffi.memmove(said, saved[_SAVED.size :], len(said))
+        if checksum == self._heads_checksum and lib.ms_head_memory_restore(self._memory(sequence), said, len(said)):
+            self._next[sequence] = position
 
     def _memory(self, sequence: int) -> Any:
         if sequence not in self._memories:
