@@ -27,7 +27,7 @@ from .trace import RoutingTrace
 if TYPE_CHECKING:
     from .llama import Llama
 
-__all__ = ["GraphWatcher", "RoutingRecorder", "fingerprint", "record_routing"]
+__all__ = ["GraphWatcher", "RoutingRecorder", "fingerprint", "record_routing", "require_streamed"]
 
 _ffi = FFI()
 _ffi.cdef(
@@ -93,14 +93,7 @@ def record_routing(
         ModelError: Its routing cannot be put into a trace.
         ExpertReadError: Experts could not be read.
     """
-    if llm._engine is None:
-        raise OptionError("only streamed models are traced: load this one with expert_streaming=True")
-    llm._engine.require_open()
-    context = llm.n_ctx() if context is None else context
-    tokens_at_once = llm.context_params.n_ubatch if tokens_at_once is None else tokens_at_once
-    for name, value in (("context", context), ("tokens_at_once", tokens_at_once)):
-        if value < 1:
-            raise OptionError(f"{name}={value}: at least one token is needed")
+    context, tokens_at_once = require_streamed(llm, context, tokens_at_once, "traced")
     pieces = [piece for text in texts for piece in _pieces(llm, text, context)]
     if not pieces:
         raise OptionError("there is no text to record: give at least one that is not empty")
@@ -121,6 +114,24 @@ def record_routing(
                 progress(done, total)
 
     return recorder.trace(llm, pieces, tokens_at_once=tokens_at_once, source=source)
+
+
+def require_streamed(llm: Llama, context: int | None, tokens_at_once: int | None, what: str) -> tuple[int, int]:
+    """Tokens of the longest piece and of a batch: those given, or the model's own. `what` is done with it, for the message.
+
+    Raises:
+        OptionError: The model is not streamed, or a number is below 1.
+        MoestreamError: The model is closed.
+    """
+    if llm._engine is None:
+        raise OptionError(f"only streamed models are {what}: load this one with expert_streaming=True")
+    llm._engine.require_open()
+    context = llm.n_ctx() if context is None else context
+    tokens_at_once = llm.context_params.n_ubatch if tokens_at_once is None else tokens_at_once
+    for name, value in (("context", context), ("tokens_at_once", tokens_at_once)):
+        if value < 1:
+            raise OptionError(f"{name}={value}: at least one token is needed")
+    return context, tokens_at_once
 
 
 def fingerprint(paths: Iterable[Path]) -> str:

@@ -24,7 +24,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from .._capture import _F32, _I32, GraphWatcher, _ffi, _ggml, _layer_of_product, _pieces, _rows, fingerprint
+from .._capture import (
+    _F32,
+    _I32,
+    GraphWatcher,
+    _ffi,
+    _ggml,
+    _layer_of_product,
+    _pieces,
+    _rows,
+    fingerprint,
+    require_streamed,
+)
 from .._evaluation import evaluating
 from ..errors import ModelError, OptionError
 from .dataset import Capture, CaptureHeader, CaptureWriter, require_room
@@ -71,14 +82,7 @@ def capture(
         OutputError: The folder exists, is too large for its disk or cannot be written.
         ExpertReadError: Experts could not be read.
     """
-    if llm._engine is None:
-        raise OptionError("only streamed models are captured: load this one with expert_streaming=True")
-    llm._engine.require_open()
-    context = llm.n_ctx() if context is None else context
-    tokens_at_once = llm.context_params.n_ubatch if tokens_at_once is None else tokens_at_once
-    for name, value in (("context", context), ("tokens_at_once", tokens_at_once)):
-        if value < 1:
-            raise OptionError(f"{name}={value}: at least one token is needed")
+    context, tokens_at_once = require_streamed(llm, context, tokens_at_once, "captured")
     model = llm._engine.description
     moe = {layer.layer: layer.experts for layer in model.moe_layers}
     wanted = _owners(owners, moe)

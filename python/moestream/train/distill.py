@@ -88,11 +88,7 @@ def train_distill(
         )
         return loss_of(own)
 
-    @torch.no_grad()
-    def validate() -> float:
-        return sum(float(loss_of(part)) * len(part) for part in held_out.split(plan.batch)) / len(held_out)
-
-    return run.train(loss_at, validate)
+    return run.train(loss_at, lambda: run.mean_loss(loss_of, held_out))
 
 
 def tail_aware_divergence(student: Tensor, teacher: Tensor, top_k: int) -> Tensor:

@@ -313,6 +313,11 @@ class Recovery:
             parameter.data.copy_(value)
         return history, done
 
+    @torch.no_grad()
+    def mean_loss(self, loss_of: Callable[[Tensor], Tensor], texts: Tensor) -> float:
+        """Over texts [n, tokens], of which `loss_of` takes a batch at a time."""
+        return sum(float(loss_of(part)) * len(part) for part in texts.split(self.plan.batch)) / len(texts)
+
     def begin_lora(self) -> None:
         """Gives the student the sidecar's LoRA to go on with, or a new one; and thaws its heads if they are trained too."""
         if self.sidecar.lora is not None:

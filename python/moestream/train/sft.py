@@ -93,11 +93,7 @@ def train_sft(
             theirs = run.teacher.text(tokens[:, :-1], first)
         return soft_loss(run.student.text(tokens[:, :-1], first), theirs, plan.prompt_tokens)
 
-    @torch.no_grad()
-    def validate() -> float:
-        return sum(float(loss_of(part)) * len(part) for part in held_out.split(plan.batch)) / len(held_out)
-
-    return run.train(loss_at, validate)
+    return run.train(loss_at, lambda: run.mean_loss(loss_of, held_out))
 
 
 def next_token_loss(logits: Tensor, tokens: Tensor, prompt: int) -> Tensor:

@@ -8,8 +8,6 @@ Each FILE is a text of its own. One longer than the context is cut into several.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import logging
 import os
 import sys
 import time
@@ -17,13 +15,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..._threads import default_threads
 from ...errors import OptionError
 from ...memory import format_size
 from .._interrupt import INTERRUPTED, Interrupt
-from .._model import add_model_arguments, locate
+from .._model import add_model_arguments
 from .._output import Progress, require_writable
-from ..generate import add_cache_arguments
+from .._watched import add_arguments as add_text_arguments
+from .._watched import opened, require_sizes
 
 if TYPE_CHECKING:
     from ... import RoutingTrace
@@ -62,27 +60,23 @@ def record(
     Raises:
         MoestreamError: The options, the model or a file are no good, or experts could not be read.
     """
-    from ... import ExpertStreaming, Llama, record_routing
+    from ... import record_routing
 
-    for option, value in (("--ctx-size", ctx_size), ("--ubatch-size", ubatch_size), ("--threads", threads)):
-        if value is not None and value < 1:
-            raise OptionError(f"{option} {value}: give a number of at least 1")
+    require_sizes(ctx_size, ubatch_size, threads)
     texts = [_text(name) for name in file]
-    streaming = ExpertStreaming(cache=expert_cache, kernels=kernels, reader=reader, experts_used=experts_used)
-    threads = threads or default_threads()
-    llm = Llama(
-        str(locate(model, hf_repo, hf_file)),
-        expert_streaming=streaming,
+    with opened(
+        model,
+        hf_repo,
+        hf_file,
+        ctx_size=ctx_size,
+        ubatch_size=ubatch_size,
+        threads=threads,
         load_progress=load_progress,
-        # Its own context stays unused. What an "auto" cache leaves for it is what the recording takes.
-        n_ctx=ctx_size,
-        n_batch=ubatch_size,
-        n_ubatch=ubatch_size,
-        n_threads=threads,
-        n_threads_batch=threads,
-        verbose=logging.getLogger("moestream").isEnabledFor(logging.DEBUG),
-    )
-    with contextlib.closing(llm):
+        cache=expert_cache,
+        kernels=kernels,
+        reader=reader,
+        experts_used=experts_used,
+    ) as llm:
         source = ", ".join(Path(name).name for name in file)
         return record_routing(llm, texts, context=ctx_size, source=source, progress=progress)
 
@@ -119,24 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-f", "--file", metavar="FILE", action="append", required=True, help="a text; may be given several times"
     )
     parser.add_argument("-o", "--output", metavar="OUT", required=True, help="the trace to write")
-    parser.add_argument(
-        "-c",
-        "--ctx-size",
-        type=int,
-        default=4096,
-        metavar="N",
-        help="tokens of the longest text; longer ones are cut (default: %(default)s)",
-    )
-    parser.add_argument(
-        "-ub",
-        "--ubatch-size",
-        type=int,
-        default=512,
-        metavar="N",
-        help="tokens computed at once at most; 1: as in decoding (default: %(default)s)",
-    )
-    parser.add_argument("-t", "--threads", type=int, metavar="N", help="threads (default: the physical cores)")
-    add_cache_arguments(parser)
+    add_text_arguments(parser, ctx_size=4096)
 
 
 def _text(path: str | os.PathLike[str]) -> bytes:
